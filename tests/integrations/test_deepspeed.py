@@ -139,7 +139,7 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     assert torch.equal(whole.unpack(), values)
     assert whole.unpack().data_ptr() == weight.data_ptr()
     assert torch.equal(row.unpack(), values[:, 1])
-    weights.close()
+    weights.remove()
     assert not module._forward_pre_hooks
 
 

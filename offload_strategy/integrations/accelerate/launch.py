@@ -22,11 +22,10 @@ from typing import Any
 
 import yaml
 
-from offload_strategy.config import OffloadConfig
+from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig
 from offload_strategy.errors import ConfigError
 
 SECTION = "ssd_offload_config"
-CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
 #: Variables that differ between launched processes: they stay unexpanded if there are several.
@@ -50,13 +49,24 @@ def install_in_config(config_args: Any) -> None:
         config_dict.pop(SECTION, None)
         return dict(process_config(config_dict))
 
+    load = config_args.load_config_from_file
+
+    @functools.wraps(load)
+    def load_config_from_file(config_file: str | None) -> Any:
+        config = load(config_file)
+        path = config_file or config_args.default_config_file
+        content = _content(path)
+        if SECTION in content:  # `accelerate config update` writes it back
+            setattr(config, SECTION, content[SECTION])
+        # In `python -m accelerate.commands.launch` the launcher's code runs as `__main__`, where no
+        # post-import hook sees it; only the modules that it imports can be reached.
+        main = getattr(sys.modules.get("__main__"), "__spec__", None)
+        if getattr(main, "name", "") == _LAUNCHER:
+            os.environ.update(_environment_or_exit(path))
+        return config
+
     base.process_config = staticmethod(functools.wraps(process_config)(without_section))
-    for reader, default in (
-        ("from_yaml_file", "default_yaml_config_file"),
-        ("from_json_file", "default_json_config_file"),
-    ):
-        _keep_section(base, reader, getattr(config_args, default))
-    _export_if_main(config_args)
+    config_args.load_config_from_file = load_config_from_file
     setattr(config_args, _INSTALLED, True)
 
 
@@ -124,42 +134,6 @@ def _content(path: str | None) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, Mapping) else {}
-
-
-def _keep_section(base: type, reader: str, default: str) -> None:
-    """Keep the section on a loaded config, so that `accelerate config update` writes it back."""
-    original = getattr(base, reader).__func__
-
-    @functools.wraps(original)
-    def from_file(cls: type, *args: Any, **kwargs: Any) -> Any:
-        config = original(cls, *args, **kwargs)
-        path = next((value for value in (*args, *kwargs.values()) if value is not None), default)
-        content = _content(path)
-        if SECTION in content:
-            setattr(config, SECTION, content[SECTION])
-        return config
-
-    setattr(base, reader, classmethod(from_file))
-
-
-def _export_if_main(config_args: Any) -> None:
-    """Pass the section on when only the loading of the launch file can be intercepted.
-
-    In `python -m accelerate.commands.launch` the launcher's code runs as `__main__` and no
-    post-import hook sees it; only the modules that it imports can be reached.
-    """
-    load = config_args.load_config_from_file
-
-    @functools.wraps(load)
-    def load_config_from_file(config_file: str | None) -> Any:
-        config = load(config_file)
-        main = getattr(sys.modules.get("__main__"), "__spec__", None)
-        if getattr(main, "name", "") == _LAUNCHER:
-            path = config_file or config_args.default_config_file
-            os.environ.update(_environment_or_exit(path))
-        return config
-
-    config_args.load_config_from_file = load_config_from_file
 
 
 def _environment_or_exit(path: str | None) -> dict[str, str]:

@@ -41,7 +41,7 @@ from offload_strategy.integrations.deepspeed.config_sections import (
     for_activations,
     merge_sections,
 )
-from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
+from offload_strategy.integrations.deepspeed.gathered_weights import install
 from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
@@ -346,7 +346,6 @@ class DeepSpeedSession(Session):
             if plugin.zero3_init_flag:
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(for_activations(config), metrics_every, accelerator)
-        self._weights: list[GatheredWeights] = []
 
     def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
         """Attach the DeepSpeed engines among the results."""
@@ -367,7 +366,7 @@ class DeepSpeedSession(Session):
         if is_new and model in self._attached:
             weights = install(self.engine, model)
             if weights is not None:
-                self._weights.append(weights)
+                self._handles.append(weights)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer unchanged."""
@@ -378,10 +377,3 @@ class DeepSpeedSession(Session):
         engines: list[Any] = list(self._attached)
         self._steps = max((int(engine.global_steps) for engine in engines), default=0)
         return super().metrics(now)
-
-    def close(self) -> None:
-        """Close the engine and remove all hooks."""
-        for weights in self._weights:
-            weights.close()
-        self._weights.clear()
-        super().close()

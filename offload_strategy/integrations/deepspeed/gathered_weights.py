@@ -67,7 +67,7 @@ class GatheredWeights:
                 return GatheredWeight(tensor, parameter)
         return None
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
@@ -109,7 +109,7 @@ class GatheredWeight:
 def install(engine: OffloadEngine, module: nn.Module) -> GatheredWeights | None:
     """Make an engine recognize saved weights of its module, after `deepspeed.initialize`.
 
-    Returns an object to close with the engine; None below ZeRO-3, where nothing is partitioned.
+    Returns an object to remove with the engine; None below ZeRO-3, where nothing is partitioned.
     """
     if not any(_is_of_zero3(parameter) for parameter in module.parameters()):
         return None

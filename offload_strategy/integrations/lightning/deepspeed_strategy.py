@@ -145,5 +145,5 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
             self._engine.detach_model(self.model)
             self._engine.end_threads()
         if self._weights is not None:
-            self._weights.close()
+            self._weights.remove()
         super().teardown()

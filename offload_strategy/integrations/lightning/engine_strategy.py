@@ -64,7 +64,7 @@ class EngineOwner:
     def _close_engine(self) -> None:
         self._engine = None
         if self._weights is not None:
-            self._weights.close()
+            self._weights.remove()
             self._weights = None
         if self._when_gone is not None:
             self._when_gone()
