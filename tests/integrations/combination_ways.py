@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from tests.integrations.combinations import (
     weights_of,
 )
 from tests.integrations.lightning_features import FAMILY, quiet
-from tests.integrations.lightning_runs import make_trainer, strategy_class
+from tests.integrations.lightning_runs import make_module, make_trainer, strategy_class
 
 Config = Mapping[str, Any] | None
 
@@ -50,34 +50,21 @@ def _loop(combination: Combination, sections: Config) -> Outcome:
 
 def _lightning(combination: Combination, sections: Config) -> Outcome:
     pl = pytest.importorskip(FAMILY)
-    losses = []
-
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = compiled(make_model(combination), combination)
-
-        def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(tokens)
-            losses.append(loss.item().hex())
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
     strategy = "auto" if sections is None else strategy_class(FAMILY)(config=sections)
     options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
         # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself.
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         options = {"plugins": [pl.plugins.MixedPrecision(SCALED, "cpu", scaler=scaler)]}
-    module = Module()
+    module = make_module(pl)
+    module.net = compiled(make_model(combination), combination)
+    module.loss = lambda tokens: module.net(tokens)
     torch.manual_seed(1)
     with quiet(), tempfile.TemporaryDirectory() as root:
         trainer = make_trainer(pl, Path(root), strategy, max_steps=len(batches()), **options)
         trainer.fit(module, DataLoader(list(batches()), batch_size=None))
     moved = {} if sections is None else moved_bytes(trainer.strategy.offload_engine)
-    return Outcome(losses, weights_of(module), moved)
+    return Outcome(module.losses, weights_of(module), moved)
 
 
 def _accelerate(combination: Combination, sections: Config) -> Outcome:
@@ -100,7 +87,7 @@ def _accelerate(combination: Combination, sections: Config) -> Outcome:
     for tokens in loader:
         loss = model(tokens)
         accelerator.backward(loss)
-        losses.append(loss.item().hex())
+        losses.append(loss.item())
         del loss
         optimizer.step()
         optimizer.zero_grad()
@@ -146,10 +133,7 @@ def _sharded(rank: int, combination: Combination, sections: Config) -> Outcome:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    def as_it_is(combination: Combination) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    return plain_loop(combination, sections, model, rank, as_it_is)
+    return plain_loop(combination, sections, model, rank, lambda _: nullcontext())
 
 
 def ways_of_ranks(rank: int) -> dict[str, Way]:

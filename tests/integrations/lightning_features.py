@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
@@ -111,11 +112,12 @@ class Session:
     def outcome(self, trainer: Any, module: Any, **more: Any) -> Outcome:
         """What every run is compared by."""
         return {
-            "losses": module.losses,
-            "validation losses": module.validation_losses,
+            # Text, as no NaN is equal to another one.
+            "losses": list(map(float.hex, module.losses)),
+            "validation losses": list(map(float.hex, module.validation_losses)),
             "parameters": [p.detach().clone() for p in module.parameters()],
             "logged": dict(trainer.logged_metrics),
-            "progress bar": dict(trainer.progress_bar_metrics),
+            "progress bar": {name: repr(it) for name, it in trainer.progress_bar_metrics.items()},
             "callbacks": dict(trainer.callback_metrics),
             "steps": (trainer.global_step, trainer.current_epoch),
             "lr": [group["lr"] for each in trainer.optimizers for group in each.param_groups],
@@ -168,43 +170,10 @@ def fitted(
         return session.outcome(*session.fit(session.module(behaviour), **options))
 
 
-# ---------------------------------------------------------------------- comparison
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
-    """Where two outcomes differ, in any bit."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape
-        if not (same and torch.equal(_bytes(one), _bytes(other))):
-            yield at
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        if one.keys() != other.keys():
-            yield f"{at} (keys {sorted(map(str, one.keys() ^ other.keys()))})"
-        for key in one.keys() & other.keys():
-            yield from differences(one[key], other[key], f"{at}/{key}")
-    elif isinstance(one, Sequence) and not isinstance(one, str):
-        if not isinstance(other, Sequence) or len(one) != len(other):
-            yield f"{at} (length)"
-        else:
-            for index, pair in enumerate(zip(one, other, strict=True)):
-                yield from differences(*pair, f"{at}/{index}")
-    elif repr(one) != repr(other):
-        yield f"{at}: {one!r} and {other!r}"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without Lightning's notes and advice."""
     logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with warnings.catch_warnings(), mock.patch.object(logger, "level", logging.ERROR):
+        warnings.simplefilter("ignore")
+        yield

@@ -40,24 +40,20 @@ def streaming(overlap: str = "commit") -> Any:
     return strategy_class(FAMILIES[0])(config=config(overlap))
 
 
-@pytest.mark.parametrize("overlap", ["commit", "eager"])
-def test_lightning_trains_and_validates_the_same(pl: Any, tmp_path: Path, overlap: str) -> None:
-    options = {"max_steps": 10, "validate": True, "accumulate_grad_batches": 2}
-    streamed = fit(pl, tmp_path, streaming(overlap), **options)
-    assert_same(streamed, fit(pl, tmp_path, **options))
-    assert streamed.engine.metrics()["offload/parameters/read_bytes"] > 0
-
-
-def test_lightning_clips_and_resumes_the_same(pl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
+def test_lightning_accumulates_clips_validates_and_resumes_the_same(
+    pl: Any, tmp_path: Path, overlap: str, clip: float | None
+) -> None:
     def run(name: str) -> Run:
-        first, second = (name if name == "auto" else streaming() for _ in range(2))
+        first, second = (name if name == "auto" else streaming(overlap) for _ in range(2))
         folder = tmp_path / name
         saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)
-        options = {"gradient_clip_val": 0.5, "enable_checkpointing": True}
+        options = {"gradient_clip_val": clip, "enable_checkpointing": True, "validate": True}
+        options["accumulate_grad_batches"] = 2
         fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
         return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
 
-    with_and_without(run)
+    assert with_and_without(run).engine.metrics()["offload/parameters/read_bytes"] > 0
 
 
 def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> None:
@@ -88,7 +84,9 @@ def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> N
     strategies[1]._close_engine()
 
 
-def test_lightning_fills_an_empty_module(pl: Any, tmp_path: Path) -> None:
+def test_lightning_fills_an_empty_module_and_closes_the_engine_of_one_that_is_not_trained(
+    pl: Any, tmp_path: Path
+) -> None:
     strategy = streaming("eager")
     trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
     with trainer.init_module(empty_init=True):
@@ -100,14 +98,11 @@ def test_lightning_fills_an_empty_module(pl: Any, tmp_path: Path) -> None:
     strategy._close_engine()
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
-
-def test_an_engine_for_a_module_that_is_never_trained_is_closed(pl: Any, tmp_path: Path) -> None:
     strategy = streaming()
     trainer = make_trainer(pl, tmp_path, strategy)
     with trainer.init_module():
         module = make_module(pl)
     engine = strategy.offload_engine
-    assert engine is not None
     del trainer, strategy
     engine.close()
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
