@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Option, add_options, check_writable, rate, size
+from offload_strategy.cli.options import Option, add_options, check_writable, rate
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -33,32 +33,21 @@ _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
 
 
+_DEVICE = "a directory, or a raw block device (what is on it is lost)"
 _OPTIONS: list[Option] = [
-    (
-        "paths",
-        "a directory, or a raw block device (what is on it is lost)",
-        {"nargs": "+", "metavar": "PATH"},
-    ),
-    (
-        "--seconds S",
-        "how long to write, and to read (default: 2)",
-        {"type": rate(), "default": 2.0},
-    ),
+    ("paths", _DEVICE, {"nargs": "+", "metavar": "PATH"}),
+    ("--seconds S", "of writing, and of reading (default: 2)", {"type": rate(), "default": 2.0}),
     (
         "--size SIZE",
-        "bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
-        {"type": size, "default": MAX_BYTES},
+        "to use; at most a quarter of what is free (default: 1GiB)",
+        {"default": MAX_BYTES},
     ),
     ("--threads THREADS", "as io.threads of the config"),
     ("--block-size BLOCK_SIZE", "as io.block_size of the config"),
     ("--backend BACKEND", "as io.backend of the config"),
     ("--sweep", "also try other block sizes and numbers of threads"),
     ("--overwrite", "take a block device although data is on it"),
-    (
-        "--json FILE",
-        "write the figures to a file; '-': print them, not the table",
-        {"type": str},
-    ),
+    ("--json FILE", "write figures to a file; '-': print them, not the table", {"type": str}),
 ]
 
 

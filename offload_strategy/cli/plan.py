@@ -30,14 +30,21 @@ def _batch(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+_KINDS = get_args(Kind)
+_MODELS = f"one of {', '.join(PRESETS)}; or a kind, {', '.join(_KINDS)}, with the sizes below"
+_DEVICES = (
+    f"such as a100-80g; {CPU} for a machine that trains on its CPU, measured here if it can be"
+)
+_ALLOW = "also try eager updates, which forbid clipping, or bfloat16 states, which change numbers"
+_SCRIPT = (
+    "a model: its folder or config.json, or a name of --model; no other option is needed. Or a "
+    "training script that uses an offload engine, and its arguments: it is run for a few forward "
+    "passes, for real, and then ended; options of plan come before it"
+)
 #: Options by group.
 _OPTIONS: dict[str, list[Option]] = {
     "model": [
-        (
-            "--model NAME",
-            f"one of {', '.join(PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
-            "the options below",
-        ),
+        ("--model NAME", _MODELS),
         ("--config-json FILE", "the config.json of a Hugging Face model instead"),
         ("--layers N", "layers of encoder and decoder together"),
         ("--hidden N", "width of the residual stream"),
@@ -46,91 +53,45 @@ _OPTIONS: dict[str, list[Option]] = {
         ("--feed-forward N", "feed-forward width (default: 4 x hidden)"),
         ("--vocabulary N", "vocabulary size (default: the usual one of the kind)"),
         ("--gated", "use a gated feed-forward part"),
-        (
-            "--batch N",
-            "sequences of a step; with --search, 'auto' or no value searches it",
-            {"type": _batch},
-        ),
+        ("--batch N", "sequences of a step; --search takes 'auto' as well", {"type": _batch}),
         ("--sequence N", "tokens of each sequence"),
     ],
     "machine": [
-        (
-            "--gpu --device NAME",
-            f"such as a100-80g; {CPU} for a machine that trains on its CPU: figures that are not "
-            "given are measured here",
-        ),
+        ("--gpu --device NAME", _DEVICES),
         ("--ssd [Nx]NAME", "drives, such as p5510 or 4xP5510"),
         ("--host-memory SIZE", "host memory, such as 768GiB"),
-        (
-            "--duplex",
-            f"with --device {CPU}: drives read and write at their full rates at the same time",
-        ),
+        ("--duplex", f"with --device {CPU}: drives read and write at full rates at the same time"),
         (
             "--tflops X",
-            "sustained TFLOPS of the device (default: as measured, or a share of the peak)",
+            "sustained TFLOPS (default: as measured)",
             {"type": rate(1e12), "dest": "flops"},
         ),
-        (
-            "--update-rate N",
-            f"with --device {CPU}: parameters that are updated in a second, such as 8e9",
-            {"type": rate()},
-        ),
+        ("--update-rate N", f"with --device {CPU}: updated parameters a second", {"type": rate()}),
     ],
     "search for the best settings": [
-        (
-            "--search",
-            "find batch, micro-batches, tiers and what to offload; a given --batch is kept",
-        ),
+        ("--search", "find batch, micro-batches, tiers and what to offload; --batch is kept"),
         ("--max-batch N", "largest batch if --batch is searched"),
-        (
-            "--max-tokens N",
-            f"largest number of tokens of a step if --batch is searched (default: {USUAL_TOKENS})",
-        ),
-        (
-            "--tolerance X",
-            "share of the throughput that a smaller batch may cost (default: "
-            f"{USUAL_TOLERANCE}); 0 for the fastest settings with any batch",
-        ),
-        (
-            "--sequences N",
-            "sequence lengths to choose from, instead of --sequence",
-            {"nargs": "+"},
-        ),
-        (
-            "--allow",
-            "also try eager updates, which forbid clipping, or states in bfloat16, which change "
-            "numbers; may be repeated",
-            {"action": "append", "choices": ("eager", "bfloat16")},
-        ),
+        ("--max-tokens N", f"largest number of tokens of such a step (default: {USUAL_TOKENS})"),
+        ("--tolerance X", f"share of speed a smaller batch may cost (default: {USUAL_TOLERANCE})"),
+        ("--sequences N", "lengths to choose from, instead of --sequence", {"nargs": "+"}),
+        ("--allow", _ALLOW, {"action": "append", "choices": ("eager", "bfloat16")}),
         ("--write-config FILE", "write the best settings as a config file"),
         (
             "--dir PATH",
-            "directory on a drive for the config; may be repeated (default: as without a config)",
+            "directory on a drive for the config; may be repeated",
             {"action": "append"},
         ),
         ("--force", "overwrite the file of --write-config"),
     ],
     "a profiled step instead of a model": [
         ("--profile FILE", "JSON file of OffloadEngine.profile().save"),
-        (
-            "--device-memory SIZE",
-            "memory that the step may take (default: half of the saved tensors stay)",
-        ),
+        ("--device-memory SIZE", "memory of the step (default: half of the saved tensors stay)"),
         ("--read GB/s", "rate of the path (default: as in the profile)"),
         ("--write GB/s", "rate of the path (default: as in the profile)"),
-        (
-            "--write-plan FILE",
-            "write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
-        ),
+        ("--write-plan FILE", "write the plan as JSON to read or change, for planning.plan"),
     ],
     "a model for this machine, or a training script": [
-        (
-            "script",
-            "a model: its folder or config.json, or a name of --model; no other option is needed. "
-            "Or a training script that uses an offload engine, and its arguments: it is run for a "
-            "few forward passes, for real, and then ended; options of plan come before it",
-            {"nargs": argparse.REMAINDER, "metavar": "MODEL | SCRIPT ..."},
-        ),
+        ("script", _SCRIPT, {"nargs": argparse.REMAINDER, "metavar": "MODEL | SCRIPT ..."}),
         ("--passes N", "forward passes that are looked at (default: 8)", {"default": 8}),
         ("--write-profile FILE", "as JSON, for --profile"),
     ],
@@ -178,7 +139,7 @@ def _plan_here(options: argparse.Namespace) -> int:
         known = None
         if file is not None:
             known = context_length(file)
-        elif name is not None and name.lower() not in get_args(Kind):
+        elif name is not None and name.lower() not in _KINDS:
             known = preset(name).max_positions
         source = "the model's context length" if known else "assumed: say another with --sequence"
         options.sequence = known or _USUAL_LENGTH
@@ -214,7 +175,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
     if options.config_json is not None:
         return from_config(options.config_json)
     kind = options.model.lower()
-    if kind not in get_args(Kind):
+    if kind not in _KINDS:
         return preset(options.model)
     _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
     # Learned positions are enough for the longest sequence.
