@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.gpu import contenders as who
 from benchmarks.gpu.contests import LARGE, Contest, Found
 from benchmarks.gpu.training import median
 from benchmarks.io.results import Result, markdown_table
+from benchmarks.planning.papers import timed
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.step_time import Rates, StageLoad
 from offload_strategy.planner.transformer_shape import TransformerShape
@@ -81,7 +80,7 @@ def tiers(*names: str) -> dict[str, Any]:
     host = 5 * GiB if names == ("ssd",) else 256 * GiB
     card = Request(shape, device("h100-80g"), drive_set("p5510"), host)
     settings = Settings(batch, 1, sequence, layers, offloads_optimizer=True, overlap="eager")
-    candidate = Candidate.of(GpuModel(card), settings)
+    candidate = timed(GpuModel(card), settings)
     placement, found = candidate.placement, candidate.as_dict()
     memory = placement.fits[0]
     left_over = int(_SHARE * memory.available_bytes) - memory.needed_bytes
@@ -124,7 +123,7 @@ def roofline(found: Found, contest: Contest, rates: Mapping[str, Any]) -> None:
         load = StageLoad(computing, states + 2 * weights, states + weights, read, written)
         best, seconds = machine.stage("step", load), median(row, "seconds")
         row["roofline"] = {
-            "load": asdict(load), "seconds": dict(best.limits), "limited_by": best.limit,
+            "load": load._asdict(), "seconds": dict(best.limits), "limited_by": best.limit,
             "share": best.seconds / seconds,
         }  # fmt: skip
         found.claims.append(

@@ -142,6 +142,12 @@ MEGATRON_RUNS = [
 ]
 
 
+def timed(model: GpuModel, settings: Settings) -> Candidate:
+    """Settings, which need not fit, with the time of their step."""
+    placement = model.place(settings)
+    return Candidate(placement, model.step_time(placement))
+
+
 def fuyou(batch: int, drives: int) -> Candidate:
     """Steps of GPT-3 13B as Fuyou makes them: all layers recomputed, everything on the drives.
 
@@ -149,7 +155,7 @@ def fuyou(batch: int, drives: int) -> Candidate:
     """
     machine = (device("rtx-4090"), drive_set(f"{drives}xP5510"), 7 * GiB)
     settings = Settings(batch, 1, 1024, 40, True, True, "eager")
-    return Candidate.of(GpuModel(Request(preset("gpt3-13b"), *machine)), settings)
+    return timed(GpuModel(Request(preset("gpt3-13b"), *machine)), settings)
 
 
 def tflops(found: Candidate) -> float:
@@ -262,7 +268,7 @@ def tiers_table() -> str:
         machine = (device("h100"), drive_set("4xP5510"), memory * GiB)
         model = GpuModel(Request(preset("mistral-7b"), *machine))
         settings = Settings(4, 1, 2048, 32, where != "device", False, "eager")
-        found = Candidate.of(model, settings)
+        found = timed(model, settings)
         fit, step = found.placement.fits[0], found.step
         moved = ("to_device", "from_device", "read", "written")
         cells = [f"{step.moved_bytes(way) / 1e9:.1f} GB" for way in moved]

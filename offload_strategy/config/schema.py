@@ -315,10 +315,9 @@ class OffloadConfig(Section):
             section = getattr(self, client)
             given, is_optional = section.model_fields_set, client == "parameters"
             has_settings = "enabled" not in given and bool(given - {"tiers"})
-            if section.enabled == "auto" and self.mode == "always":
+            always = self.mode == "always"
+            if section.enabled == "auto" and (always or (has_settings and not is_optional)):
                 self.__dict__[client] = section.resolved(enabled=not is_optional)
-            elif section.enabled == "auto" and has_settings and not is_optional:
-                self.__dict__[client] = section.resolved(enabled=True)
         return self
 
     @model_validator(mode="after")

@@ -100,25 +100,21 @@ def drive_set(text: str) -> Drive:
 
 
 @functools.cache
-def _data() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.safe_load(text)
-    return data
-
-
-@functools.cache
 def table(kind: str) -> dict[str, Any]:
     """Return the entries of a kind, "device" or "drive", by everything that they are called."""
     maker = {"device": Device, "drive": Drive}[kind]
+    text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
+    data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     found: dict[str, Any] = {}
-    for name, row in _data()[f"{kind}s"].items():
-        names = map(str, (name, *row["aliases"]))
-        found |= dict.fromkeys(map(_key, names), maker(name, **_fields(row)))
+    for name, row in data[f"{kind}s"].items():
+        names = map(str, (name, *row.pop("aliases")))
+        sources = {key: data["sources"][cell[1]] for key, cell in row.items()}
+        fields = _fields({key: cell[0] for key, cell in row.items()})
+        found |= dict.fromkeys(map(_key, names), maker(name, **fields, sources=sources))
     return found
 
 
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    cells = {key: cell[0] for key, cell in row.items() if key != "aliases"}
+def _fields(cells: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {
         name: float(cells[key]) * factor for key, (name, factor) in _FIGURES.items() if key in cells
     }
@@ -126,9 +122,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     if "drive_writes_per_day" in cells:
         days = float(cells["rated_years"]) * DAYS_PER_YEAR
         fields["endurance_bytes"] = cells["drive_writes_per_day"] * fields["capacity_bytes"] * days
-    explained = _data()["sources"]
-    sources = {key: explained[cell[1]] for key, cell in row.items() if key != "aliases"}
-    return fields | {"sources": sources}
+    return fields
 
 
 def _key(name: str) -> str:

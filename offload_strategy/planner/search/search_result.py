@@ -96,12 +96,6 @@ class Candidate:
     placement: Placement
     step: StepTime
 
-    @classmethod
-    def of(cls, model: Model, settings: Settings) -> Candidate:
-        """Place and time settings, which need not fit."""
-        placement = model.place(settings)
-        return cls(placement, model.step_time(placement))
-
     @property
     def settings(self) -> Settings:
         """The settings."""
@@ -162,10 +156,8 @@ class Refusal:
     available_bytes: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.count} settings need more {self.what} than there is: the nearest "
-            f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
-        )
+        nearest = f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
+        return f"{self.count} settings need more {self.what} than there is: the nearest {nearest}"
 
 
 @dataclass(frozen=True, slots=True)
