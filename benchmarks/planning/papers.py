@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from offload_strategy.planner.endurance import (
-    SSDTRAIN,
-    lifespan_seconds,
-)
-from offload_strategy.planner.hardware import device, drive_set
+from offload_strategy.planner.hardware import SSDTRAIN, device, drive_set, lifespan_seconds
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes

@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     report = list(examine(options.paths))
-    failed = any(check.status is PROBLEM for check in report)
+    failed = any(check.status == PROBLEM for check in report)
     if options.json:
         checks = [asdict(check) for check in report]
         print(json.dumps({"works": not failed, "checks": checks}, indent=2))
@@ -131,8 +131,8 @@ def _print(report: Sequence[Check]) -> None:
         print(wrapper.fill(f"{check.status:<9}{check.name}: {check.found}"))
         if check.advice:
             print(f"{indent}-> {check.advice}")  # on one line: there are commands to be copied
-    problems = sum(check.status is PROBLEM for check in report)
-    warnings = sum(check.status is WARNING for check in report)
+    problems = sum(check.status == PROBLEM for check in report)
+    warnings = sum(check.status == WARNING for check in report)
     if problems:
         some = f"{problems} problem{'s' * (problems > 1)}"
         print(f"\nTraining would not work here: {some} to solve.")

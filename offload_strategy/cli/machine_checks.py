@@ -13,8 +13,8 @@ import resource
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -28,15 +28,9 @@ _FEW_FILES = 1024
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-class Status(StrEnum):
-    """The result of a check."""
-
-    OK = "ok"
-    WARNING = "warning"  # costs speed, or may surprise
-    PROBLEM = "problem"  # training does not work with it
-
-
-OK, WARNING, PROBLEM = Status
+Status = Literal["ok", "warning", "problem"]
+#: All is well; something costs speed or may surprise; training does not work.
+OK, WARNING, PROBLEM = get_args(Status)
 
 
 @dataclass(frozen=True, slots=True)

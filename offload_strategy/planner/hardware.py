@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,15 @@ _FIGURES = {
     "read_GBps": ("read", 1e9),
     "write_GBps": ("write", 1e9),
     "endurance_tbw": ("endurance_bytes", 1e12),
+}
+#: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
+#: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
+#: assumes, sequential writes of data that need not stay readable for years, but for a day.
+SSDTRAIN = 2.5 * 86.0
+WEARS = {
+    "as rated": 1.0,
+    "sequential writes (rated at WAF 2.5)": 2.5,
+    "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
 _SIZES = {"memory": "memory_bytes", "capacity": "capacity_bytes"}
 
@@ -66,6 +76,16 @@ class Drive:
         figures = {name: getattr(self, name) for name in names}
         more = {name: count * each for name, each in figures.items() if each is not None}
         return replace(self, name=f"{count} x {self.name}", **more)
+
+
+def lifespan_seconds(
+    endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = 1.0
+) -> float:
+    """Return the seconds of training until drives reach their endurance; inf if nothing is written.
+
+    See SSDTrain, section III-D.
+    """
+    return endurance_bytes * wear * step_seconds / written_bytes if written_bytes else math.inf
 
 
 def device(name: str) -> Device:

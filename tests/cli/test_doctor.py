@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload_strategy.cli import machine_checks as checks
-from offload_strategy.cli.machine_checks import Check, Status
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.cli.path_checks import (
     check_devices,
     check_file_system,
@@ -25,8 +25,6 @@ from offload_strategy.config.directories import FileSystem
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
-
-OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
 
 
 def config(**sections: object) -> str:
@@ -113,10 +111,10 @@ def test_memory_must_hold_the_buffers_and_host_tiers_of_all_processes(
     found = checks.check_memory(
         wanted, processes=processes, total=total, available=available, limit=limit
     )
-    assert found.status is status
+    assert found.status == status
     assert f"takes up to {16 * processes} GiB" in found.found
     assert ("16 GiB" in found.found) or processes > 1
-    assert (found.advice == "") == (status is OK)
+    assert (found.advice == "") == (status == OK)
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -163,12 +161,12 @@ def test_the_least_limit_of_the_memory_cgroups_counts(files, limit, tmp_path):
 
 def test_huge_pages_that_are_off_are_worth_a_warning(tmp_path):
     file = tmp_path / "enabled"
-    assert checks.check_huge_pages(file).status is OK  # a kernel without them
+    assert checks.check_huge_pages(file).status == OK  # a kernel without them
     for text, status in (("always [madvise] never\n", OK), ("always madvise [never]\n", WARNING)):
         file.write_text(text)
         found = checks.check_huge_pages(file)
-        assert found.status is status
-        assert (f"echo madvise > {file}" in found.advice) == (status is WARNING)
+        assert found.status == status
+        assert (f"echo madvise > {file}" in found.advice) == (status == WARNING)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_huge_pages_that_are_off_are_worth_a_warning(tmp_path):
     ],
 )
 def test_limits(found, status):
-    assert found.status is status
+    assert found.status == status
 
 
 def test_a_backend_that_is_wanted_must_run():
@@ -194,13 +192,13 @@ def test_a_backend_that_is_wanted_must_run():
     posix, kvikio = checks.check_backends("kvikio", available)
     assert (posix.status, kvikio.status) == (OK, PROBLEM)
     assert "no NVIDIA driver" in kvikio.found
-    assert checks.check_backends("auto", {"posix": "not this system"})[-1].status is PROBLEM
+    assert checks.check_backends("auto", {"posix": "not this system"})[-1].status == PROBLEM
 
 
 def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
-    assert checks.check_cufile(False).status is OK
+    assert checks.check_cufile(False).status == OK
     found = checks.check_cufile(True, tmp_path)
-    assert found.status is WARNING  # neither kvikio nor the module
+    assert found.status == WARNING  # neither kvikio nor the module
     assert "GPUDirect Storage" in found.advice
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name)
     assert "not loaded" in checks.check_cufile(True, tmp_path).found
@@ -210,11 +208,11 @@ def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
 
 def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     if torch.accelerator.is_available():
-        assert checks.check_gpu().status is OK
+        assert checks.check_gpu().status == OK
         return
     assert checks.check_gpu(tmp_path) == Check("GPU", OK, "none: training on the CPU")
     (tmp_path / "nvidiactl").touch()
-    assert checks.check_gpu(tmp_path).status is WARNING
+    assert checks.check_gpu(tmp_path).status == WARNING
 
 
 # ---------------------------------------------------------------------------- paths
@@ -230,7 +228,7 @@ def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, c
 
 def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
-    assert found.status is PROBLEM
+    assert found.status == PROBLEM
     assert found.advice.startswith("Lower the capacity")
     room = shutil.disk_usage(disk).free
     tiers = [
@@ -257,7 +255,7 @@ def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
 )
 def test_file_systems(system, status, word):
     found = check_file_system(Path("/mnt"), system)
-    assert found.status is status
+    assert found.status == status
     assert word in found.found
 
 
@@ -265,7 +263,7 @@ def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):
     with loop_disk(tmp_path / "other", 16 * MiB) as other:
         assert check_devices([disk, other.directory]) == []
         (found,) = check_devices([disk, tmp_path, other.directory])
-    assert found.status is WARNING
+    assert found.status == WARNING
     assert str(other.directory) not in found.found
 
 
@@ -276,6 +274,6 @@ def test_a_device_with_data_and_a_read_only_file_system_are_problems(tmp_path):
         assert f"{device}: device" in [check.name for check in found]
     with loop_disk(tmp_path / "used", 16 * MiB) as disk:
         (used,) = check_path(disk.device, "raw")
-        assert used.status is PROBLEM
+        assert used.status == PROBLEM
         assert os.system(f"mount -o remount,ro {disk.directory}") == 0
-        assert check_path(disk.directory, "nvme")[-1].status is PROBLEM
+        assert check_path(disk.directory, "nvme")[-1].status == PROBLEM

@@ -15,7 +15,7 @@ from benchmarks.planning.papers import (
     required_write_rate,
 )
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.endurance import SSDTRAIN, lifespan_seconds
+from offload_strategy.planner.hardware import SSDTRAIN, lifespan_seconds
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime

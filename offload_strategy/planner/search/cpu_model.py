@@ -45,6 +45,7 @@ from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuReq
 from offload_strategy.planner.saved_tensor_bytes import layer_tensors
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
+    STATE_BYTES,
     SUBGROUPS_SHARE,
     Fit,
     OffloadedKind,
@@ -54,7 +55,6 @@ from offload_strategy.planner.search.settings import (
     StateType,
     TierSplit,
     model_sizes,
-    state_bytes,
     weights_in_flight_bytes,
 )
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
@@ -71,11 +71,8 @@ _COPIES_OF_COMMIT = 1.5
 #: Copies of all weights: two moments, upcast and rounded.
 _COPIES_OF_ROUNDING = 1.0
 _COPIES_OF_ADDING = 1.5
-
-
-def _moment_bytes(dtype: StateType) -> int:
-    """Return the bytes of both moments per parameter; float32 weights need no further copy."""
-    return state_bytes(dtype) - ELEMENT_BYTES
+#: Bytes of both moments per parameter; float32 weights need no further copy.
+_MOMENT_BYTES = {dtype: nbytes - ELEMENT_BYTES for dtype, nbytes in STATE_BYTES.items()}
 
 
 class CpuModel(SearchModel):
@@ -159,7 +156,7 @@ class CpuModel(SearchModel):
         if settings.state_dtype != "float32":
             seconds += _COPIES_OF_ROUNDING * copy
         share = placement.split("states").ssd_share
-        moved = _moment_bytes(settings.state_dtype) * parameters * share
+        moved = _MOMENT_BYTES[settings.state_dtype] * parameters * share
         update = StageLoad(seconds, read=moved, written=moved)
         streamed = weights if settings.streams_weights else 0.0
         if settings.overlap != "commit":
@@ -204,7 +201,7 @@ class _CpuPlacement:
         self._room = request.room_bytes - request.cores.process_bytes
         self._weights = ELEMENT_BYTES * sizes.parameters
         # States that stay are as the optimizer makes them.
-        each = _moment_bytes(settings.state_dtype if settings.offloads_optimizer else "float32")
+        each = _MOMENT_BYTES[settings.state_dtype if settings.offloads_optimizer else "float32"]
         self._states = each * sizes.parameters
         commits = settings.offloads_optimizer and settings.overlap == "commit"
         self._commits, self._copies = commits, 2 if commits else 1

@@ -33,6 +33,7 @@ from offload_strategy.plan_runtime.space_requirements import (
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
+    STATE_BYTES,
     SUBGROUPS_SHARE,
     WEIGHT_BYTES,
     Fit,
@@ -44,7 +45,6 @@ from offload_strategy.planner.search.settings import (
     StateType,
     TierSplit,
     model_sizes,
-    state_bytes,
     weights_in_flight_bytes,
 )
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
@@ -84,7 +84,7 @@ class GpuModel(SearchModel):
         return [
             *self.request.assumptions(),
             "everything overlaps as well as it can; measured steps are longer",
-            f"states of {' or '.join(str(state_bytes(dtype)) for dtype in state_dtypes)} bytes a "
+            f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
             f"parameter, a float32 copy of the weights among them; weights, gradients and "
             f"activations of 2 bytes",
             "states are updated on the device, whose time for that does not count",
@@ -103,7 +103,7 @@ class GpuModel(SearchModel):
         host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
-            each = state_bytes(settings.state_dtype) + WEIGHT_BYTES
+            each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
             subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
         left, device = self._device_memory(settings, sizes, in_flight)
@@ -143,7 +143,7 @@ class GpuModel(SearchModel):
         weights = parameters = sizes.parameters
         if settings.streams_weights:
             weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
-        gradients, states = parameters, state_bytes(settings.state_dtype) * parameters
+        gradients, states = parameters, STATE_BYTES[settings.state_dtype] * parameters
         if settings.offloads_optimizer:
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
@@ -198,7 +198,7 @@ class GpuModel(SearchModel):
         if not settings.offloads_optimizer:
             return StageLoad(), commit
         parameters = self.shape.parameters
-        states, weights = state_bytes(settings.state_dtype) * parameters, WEIGHT_BYTES * parameters
+        states, weights = STATE_BYTES[settings.state_dtype] * parameters, WEIGHT_BYTES * parameters
         placed, streamed = placement.split("states"), placement.split("weights")
         update = _fetch(states, placed) + _send(states, placed)
         if settings.overlap == "commit":
@@ -233,7 +233,7 @@ def _offloaded_bytes(
     weights = WEIGHT_BYTES * sizes.parameters
     found: dict[OffloadedKind, int] = {"activations": activations}
     if settings.offloads_optimizer:
-        states = state_bytes(settings.state_dtype) * sizes.parameters
+        states = STATE_BYTES[settings.state_dtype] * sizes.parameters
         # `optimizer_need` counts new weights with the updates; here they are among what waits.
         found["states"] = optimizer_need(states, 0, settings.overlap)
         if settings.overlap == "commit":

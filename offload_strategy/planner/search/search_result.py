@@ -9,7 +9,7 @@ from typing import Any
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.endurance import lifespan_years
+from offload_strategy.planner.hardware import WEARS, lifespan_seconds
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import (
@@ -22,6 +22,7 @@ from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
 from offload_strategy.units import (
     SECONDS_PER_DAY,
+    SECONDS_PER_YEAR,
     format_size,
     markdown_list,
     markdown_table,
@@ -189,8 +190,15 @@ class SearchResult:
 
     @property
     def lifespans(self) -> dict[str, float]:
-        """Years that the drives last with the best settings, by assumption."""
-        return lifespan_years(self.model.request.drives, self.best.step) if self.candidates else {}
+        """Years of training that the drives last with the best settings, by assumption."""
+        rated = self.model.drives.endurance_bytes
+        if rated is None or not self.candidates:
+            return {}
+        written = self.best.step.moved_bytes("written")
+        return {
+            name: lifespan_seconds(rated, self.best.step.seconds, written, wear) / SECONDS_PER_YEAR
+            for name, wear in WEARS.items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""

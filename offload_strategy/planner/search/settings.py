@@ -39,21 +39,14 @@ from offload_strategy.units import MiB
 StateType = Literal["float32", "bfloat16"]
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
-#: Bytes per parameter: float32 weights and both moments of Adam.
-STATE_BYTES = 12
+#: Bytes per parameter of both moments of Adam next to a float32 copy of the weights.
+STATE_BYTES: Mapping[StateType, int] = {"float32": 12, "bfloat16": 8}
 #: Bytes per parameter of weights, and of gradients, in half precision.
 WEIGHT_BYTES = 2
-#: Bytes per parameter: both moments in bfloat16 next to a float32 copy of the weights.
-_BFLOAT16_STATE_BYTES = 8
 #: Smaller storages are not offloaded (`activations.min_size`).
 MIN_STORAGE_BYTES = 1 * MiB
 #: Subgroups in flight may take one part in so many of the memory that training may take.
 SUBGROUPS_SHARE = 8
-
-
-def state_bytes(dtype: StateType) -> int:
-    """Return the bytes of states per parameter: both moments, and weights in float32."""
-    return STATE_BYTES if dtype == "float32" else _BFLOAT16_STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
