@@ -20,6 +20,16 @@ import yaml
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import DAYS_PER_YEAR, parse_size
 
+#: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
+#: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
+#: assumes, sequential writes of data that need not stay readable for years, but for a day.
+SSDTRAIN = 2.5 * 86.0
+WEARS = {
+    "as rated": 1.0,
+    "sequential writes (rated at WAF 2.5)": 2.5,
+    "and data kept for a day (86 times the cycles)": SSDTRAIN,
+}
+
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
 _MAKERS = ("nvidia", "tesla", "geforce", "samsung", "intel", "micron", "wd")
 #: The field that a key of hardware.yaml fills, and the factor of its figure.
@@ -31,15 +41,6 @@ _FIGURES = {
     "read_GBps": ("read", 1e9),
     "write_GBps": ("write", 1e9),
     "endurance_tbw": ("endurance_bytes", 1e12),
-}
-#: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
-#: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
-#: assumes, sequential writes of data that need not stay readable for years, but for a day.
-SSDTRAIN = 2.5 * 86.0
-WEARS = {
-    "as rated": 1.0,
-    "sequential writes (rated at WAF 2.5)": 2.5,
-    "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
 _SIZES = {"memory": "memory_bytes", "capacity": "capacity_bytes"}
 

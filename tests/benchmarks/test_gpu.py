@@ -15,7 +15,7 @@ import torch
 from benchmarks.device_traces import read_trace
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import contenders as who
-from benchmarks.gpu import contests, predictions, programs
+from benchmarks.gpu import contests, programs
 from benchmarks.turns import Ended
 
 ROOT = Path(__file__).parents[2]
@@ -95,16 +95,6 @@ def test_claims_hold_where_they_do(ours: dict[str, Any], lost: list[str]) -> Non
     held = {claim.name.partition(": ")[2] for claim in large if claim.held}
     assert held >= {f"{who.PLAIN} is out of memory", f"{who.LARGE} trains"}
     assert f"{who.LARGE_STREAMED} trains" not in held
-
-
-def test_predictions_are_gathered_from_all_parts() -> None:
-    figures = {"GPT": {"contenders": {who.TO_DISK: ran(), who.PLAIN: {"steps": []}}}}
-    found = predictions.compare({"activations": {"figures": figures}, "tests": {"figures": {}}})
-    assert [row["ratio"] for row in found.figures["comparisons"]] == [0.5]
-    device, dram, ssd = found.figures[predictions.CARD]
-    assert device["GB on the device"] > 0
-    assert device["GB over the link in a step"] < dram["GB over the link in a step"]
-    assert ssd["read from the ssd"] > dram["read from the ssd"] == 0
 
 
 # ---------------------------------------------------------------------- what others print

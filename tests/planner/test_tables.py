@@ -29,20 +29,22 @@ def test_a_device_is_found_however_it_is_written(written, name):
 
 
 @pytest.mark.parametrize(
-    ("written", "count", "name"),
+    ("written", "count", "name", "endurance"),
     [
-        ("4xP5510", 4, "intel-p5510-3.84tb"),
-        ("p5800x", 1, "intel-p5800x-1.6tb"),
-        ("7 x Intel Optane P5800X", 7, "intel-p5800x-1.6tb"),
-        ("wd-sn850x-2tb", 1, "wd-sn850x-2tb"),
-        ("12×intel-p5510-7.68tb", 12, "intel-p5510-7.68tb"),
-        ("2*990 PRO", 2, "samsung-990-pro-2tb"),
+        # 3.84 TB a day for 5 years, which the maker rounds to 7.0 PB.
+        ("4xP5510", 4, "intel-p5510-3.84tb", 7.0e15),
+        # 1.6 TB a hundred times a day.
+        ("7 x Intel Optane P5800X", 7, "intel-p5800x-1.6tb", 292e15),
+        ("wd-sn850x-2tb", 1, "wd-sn850x-2tb", 1.2e15),
+        ("12×intel-p5510-7.68tb", 12, "intel-p5510-7.68tb", 14.0e15),
+        ("2*990 PRO", 2, "samsung-990-pro-2tb", 1.2e15),
     ],
 )
-def test_drives_are_found_with_their_count(written, count, name):
+def test_drives_are_found_with_their_count(written, count, name, endurance):
     found = hardware.drive_set(written)
     assert found.name == f"{count} x {name}"
     assert found.capacity_bytes == count * hardware.drive_set(name).capacity_bytes
+    assert found.endurance_bytes / count == pytest.approx(endurance, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +63,6 @@ def test_drives_are_found_with_their_count(written, count, name):
 def test_a_bad_count_or_name_is_refused_with_the_nearest_ones(find, name, message):
     with pytest.raises(ConfigError, match=message):
         find(name)
-
-
-def test_drive_writes_per_day_become_bytes():
-    # 3.84 TB a day for 5 years, which the maker rounds to 7.0 PB; 1.6 TB a hundred times a day.
-    assert hardware.drive_set("P5510").endurance_bytes == pytest.approx(7.0e15, rel=0.01)
-    assert hardware.drive_set("P5800X").endurance_bytes == pytest.approx(292e15, rel=0.01)
-    assert hardware.drive_set("4x980-pro-1tb").endurance_bytes == pytest.approx(2.4e15)
 
 
 @pytest.mark.parametrize("kind", ["device", "drive"])
@@ -100,16 +95,15 @@ def test_every_figure_has_a_source_and_makes_sense(kind):
         ("qwen2.5-14b", 14_770_033_664),
         ("qwen2.5-32b", 32_763_876_352),
         ("mistral-7b", 7_241_732_096),
+        *(
+            # As many billions as the name says.
+            (f"gpt3-{billions}b", pytest.approx(billions * 1e9, rel=0.025))
+            for billions in (13, 33, 65, 135, 175, 276, 412)
+        ),
     ],
 )
 def test_a_preset_has_the_parameters_of_the_published_checkpoint(name, parameters):
     assert models.preset(name).parameters == parameters
-
-
-@pytest.mark.parametrize("billions", [13, 33, 65, 135, 175, 276, 412])
-def test_gpt3_has_as_many_billions_as_its_name_says(billions):
-    found = models.preset(f"gpt3-{billions}b").parameters
-    assert found == pytest.approx(billions * 1e9, rel=0.025)
 
 
 def test_forward_flops_are_a_quarter_of_megatrons_formula():

@@ -15,7 +15,6 @@ fast; of these, the ones that offload, write and recompute the least are taken.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -181,8 +180,7 @@ def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _round_numbers(most: int) -> Iterator[int]:
