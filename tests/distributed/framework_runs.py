@@ -27,7 +27,7 @@ from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
 from tests.distributed.data_parallel_runs import (
     Net,
-    compared,
+    check,
     config,
     different,
     loss_of,
@@ -116,9 +116,8 @@ def fabric_fit(family: str, strategy: str, file: Path, source: Path | None, clip
     return {**found, "class": type(fabric.strategy).__name__}
 
 
-def with_fabric(rank: int, directory: Path) -> list[dict[str, Any]]:
+def with_fabric(rank: int, directory: Path) -> None:
     """Both Fabrics, with DDP and with ours: from the start, and from each other's file."""
-    found = []
     for family, clip in (("lightning.fabric", True), ("lightning_fabric", False)):
         place = directory / family
         plain = fabric_fit(family, "ddp", place / "plain", None, clip)
@@ -131,21 +130,25 @@ def with_fabric(rank: int, directory: Path) -> list[dict[str, Any]]:
             use(config(directory, overlap))
             source = None if resume is None else place / resume
             ours = fabric_fit(family, "ssd_offload", place / name, source, clip)
-            found.append(beside(plain, ours, family, name))
+            check_with_strategy(plain, ours, family, name)
         files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
-        found[-1]["files"] = same(*files)
+        assert same(*files)
         dist.barrier()
     use({"parameters": {"enabled": True}})
     with pytest.raises(ConfigError, match="ssd_offload_fsdp"):
         importlib.import_module(family).Fabric(strategy="ssd_offload", devices=2, accelerator="cpu")
-    return found
 
 
-def beside(plain: dict[str, Any], ours: dict[str, Any], *case: Any) -> dict[str, Any]:
-    """A run with a strategy of ours beside a plain one."""
-    kind = {"class": ours["class"]}
-    streamed = ours["metrics"].get("offload/parameters/written_bytes", 0)
-    return compared(case, {**plain, **kind}, ours, streamed=streamed, **kind)
+def check_with_strategy(
+    plain: dict[str, Any],
+    ours: dict[str, Any],
+    *case: Any,
+    kind: str = "DataParallel",
+    **moved: Any,
+) -> None:
+    """Check a run with a strategy of ours."""
+    assert ours.pop("class") == f"SSDOffload{kind}Strategy"
+    check(case, {key: plain[key] for key in ours}, ours, **moved)
 
 
 # ---------------------------------------------------------------------- Accelerate
@@ -199,26 +202,21 @@ def accelerate_fit(
     return found
 
 
-def with_accelerate(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
+def with_accelerate(rank: int, directory: Path) -> None:
     """Plain and offloaded loops, data-parallel and sharded, and resumed from each other's files."""
-    kinds = []
     for sharded in (False, True):
         folders = {name: directory / f"{name}-{sharded}" for name in ("plain", "ours")}
         plain = accelerate_fit(folders["plain"], None, sharded=sharded)
-        found = []
         for overlap, source in (("commit", None), ("off", "ours"), ("commit", "plain")):
-            settings = config(directory, overlap)
+            settings, moved = config(directory, overlap), ["activations", "optimizer"]
             if sharded and source is not None:
                 settings["parameters"] = STREAMED
+                moved.append("parameters")
             place = None if source is None else folders[source]
             ours = accelerate_fit(folders["ours"], settings, place, sharded)
-            streamed = ours["metrics"].get("offload/parameters/written_bytes", 0)
-            found.append(compared([overlap, source], plain, ours, streamed=streamed))
+            check((sharded, overlap, source), plain, ours, moved=moved)
         resumed = accelerate_fit(directory, None, folders["ours"], sharded)
-        differs = [each for each in different(plain, resumed) if each != "states"]
-        found.append({**found[0], "case": ["plain of ours"], "differs": differs})
-        kinds.append(found)
-    return kinds
+        assert set(different(plain, resumed)) <= {"states"}
 
 
 # ---------------------------------------------------------------------- Trainer
@@ -272,9 +270,8 @@ def trainer_files(checkpoint: Path) -> dict[str, Any]:
     return {**found, "names": sorted(file.name for file in checkpoint.iterdir()), "states": states}
 
 
-def with_the_trainer(rank: int, directory: Path) -> list[dict[str, Any]]:
+def with_the_trainer(rank: int, directory: Path) -> None:
     """A model as it is, and with LoRA: plainly, offloaded, and resumed from either's files."""
-    found = []
     for lora in (False, True):
         folders = {offload: directory / f"{'lora' * lora}-{offload}" for offload in (False, True)}
         checkpoints = {key: folder / "checkpoint-2" for key, folder in folders.items()}
@@ -286,10 +283,8 @@ def with_the_trainer(rank: int, directory: Path) -> list[dict[str, Any]]:
             source = None if saved is None else checkpoints[saved]
             target = folders[True] if saved is None else directory / "again"
             ours = trainer_fit(directory, lora, offload, source, target)
-            found.append(compared([lora, offload, saved], plain, ours))
-        if rank == 0 and not same(*map(trainer_files, checkpoints.values())):
-            found.append({"case": [lora, "the files"], "differs": ["files"]})
-    return found
+            check((lora, offload, saved), plain, ours)
+        assert rank > 0 or same(*map(trainer_files, checkpoints.values())), lora
 
 
 # ---------------------------------------------------------------------- Lightning
@@ -355,20 +350,16 @@ def lightning_fit(
     return {**found, "class": type(trainer.strategy).__name__}
 
 
-def with_lightning(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
+def with_lightning(rank: int, directory: Path) -> None:
     """Data-parallel and sharded; the second install gets a short run."""
-    whole_, sharded, short = (directory / name for name in ("whole", "sharded", "short"))
-    return [
-        data_parallel(rank, whole_, FAMILIES[0], short=False),
-        fsdp(rank, sharded, FAMILIES[0]),
-        data_parallel(rank, short, FAMILIES[1], short=True),
-    ]
+    data_parallel(rank, directory / "whole", FAMILIES[0], short=False)
+    fsdp(rank, directory / "sharded", FAMILIES[0])
+    data_parallel(rank, directory / "short", FAMILIES[1], short=True)
 
 
-def data_parallel(rank: int, directory: Path, family: str, short: bool) -> list[dict[str, Any]]:
+def data_parallel(rank: int, directory: Path, family: str, short: bool) -> None:
     """Two processes with "ddp" and with ours: accumulation, clipping, a checkpoint, resumed."""
     directory.mkdir(exist_ok=True)
-    found = []
     runs: dict[float | None, list[tuple[str, str, str | None]]] = {
         0.5: [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")],
         None: [("eager", "eager", None)],
@@ -383,23 +374,21 @@ def data_parallel(rank: int, directory: Path, family: str, short: bool) -> list[
             source = None if resume is None else place / resume
             given = strategy_class(family)(config(directory, overlap))
             ours = lightning_fit(family, Behaviour, given, place / name, source, **options)
-            found.append(beside(plain, ours, clip, overlap, name))
+            check_with_strategy(plain, ours, clip, overlap, name)
     files = [directory / "0.5" / name / "epoch=0.ckpt" for name in ("plain", "ours")]
     one, other = (torch.load(file, weights_only=False) for file in files)
-    differs = [key for key in one if key != "callbacks" and not same(one[key], other[key])]
+    assert [key for key in one if not same(one[key], other[key])] in ([], ["callbacks"])
     dist.barrier()
     if rank == 0:
         for folder in map(str, runs):
             shutil.rmtree(directory / folder)
-    return [*found, {**found[0], "case": ["the file"], "differs": differs}]
 
 
-def fsdp(rank: int, directory: Path, family: str) -> list[dict[str, Any]]:
+def fsdp(rank: int, directory: Path, family: str) -> None:
     """Two processes with Lightning's model-parallel strategy and with ours; checkpoints too."""
     directory.mkdir(exist_ok=True)
     pl = importlib.import_module(family)
     ours_of = strategy_class(family, "SSDOffloadFSDPStrategy")
-    found = []
     for one_file, cases in (
         (True, [("off", "ours", None), ("eager", "again", "ours")]),
         (False, [("commit", "ours", None), ("commit", "of plain", "plain")]),
@@ -409,21 +398,20 @@ def fsdp(rank: int, directory: Path, family: str) -> list[dict[str, Any]]:
         parallel = pl.strategies.ModelParallelStrategy(2, 1, **options)
         plain = lightning_fit(family, Sharded, parallel, place / "plain", None)
         for overlap, name, resume in cases:
-            settings = config(directory, overlap)
+            settings, moved = config(directory, overlap), ["activations", "optimizer"]
             if name == "again":  # from a checkpoint without streamed weights
                 settings["parameters"] = STREAMED
+                moved.append("parameters")
             use(settings)
             # By its name it saves folders.
             given = ours_of(**options) if one_file else "ssd_offload_fsdp"
             source = None if resume is None else place / resume
             ours = lightning_fit(family, Sharded, given, place / name, source)
-            found.append(beside(plain, ours, one_file, overlap, name))
+            check_with_strategy(plain, ours, one_file, name, kind="FSDP", moved=moved)
     if rank == 0:  # a folder of parts becomes what is saved in one file
         consolidate(directory / "False" / "ours" / "epoch=0.ckpt", directory / "one.ckpt")
         files = directory / "one.ckpt", directory / "True" / "plain" / "epoch=0.ckpt"
         one, plain = (torch.load(file, weights_only=False) for file in files)
         keys = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
-        differs = [key for key in keys if not same(plain[key], one[key])]
-        found.append({**found[-1], "case": ["consolidated"], "differs": differs})
+        assert [key for key in keys if not same(plain[key], one[key])] == []
     dist.barrier()
-    return found

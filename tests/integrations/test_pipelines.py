@@ -2,75 +2,236 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.integrations.pipelining import follow_schedule
+from tests.distributed.data_parallel_runs import same
 from tests.distributed.ranks import run_ranks
-from tests.integrations.pipeline_runs import RANKS, SCHEDULES, STEPS
+from tests.training import settings
 
+RANKS = 2
+MICRO_BATCHES = 4
+STEPS = 6
+WIDTH = 32
+ROWS = 16 * MICRO_BATCHES
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    overlap: str | None = None  # `optimizer.overlap`; None for plain PyTorch
+    follow: bool = True  # Whether the engine is told of the schedule
+    # Whether the schedule divides gradients by the number of micro-batches, or the loss does
+    divides: bool = True
+    clip: float | None = None  # Largest norm of a rank's gradients
+    together: bool = False  # Whether one optimizer is for all stages of a rank
+
+    @property
+    def plain(self) -> Way:
+        """The same numbers without offload."""
+        return Way(divides=self.divides, clip=self.clip)
+
+
+_EVERYWHERE = {"commit": Way("commit")}
+_UNTOLD = {"told nothing": Way("commit", follow=False)}
+_EAGER = {"eager": Way("eager", divides=False)}
+_CLIPPED = {"clipped": Way("commit", clip=0.05)}
+_TOGETHER = {"one optimizer": Way("commit", together=True)}
+
+#: The schedule, how many stages a process has with it, and the ways to train that are compared.
+SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
+    "GPipe": (ScheduleGPipe, 1, _EVERYWHERE),
+    "1F1B": (Schedule1F1B, 1, _EVERYWHERE | _UNTOLD | _CLIPPED),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _EVERYWHERE | _EAGER | _TOGETHER),
+    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _EVERYWHERE | _EAGER),
+}
+
+
+#: Of which the engine is told what comes next.
 FOLLOWED = ("GPipe", "1F1B", "interleaved 1F1B")
 
-Runs = dict[str, Any]
+
+@dataclass
+class Outcome:
+    """What a run came to, on one rank."""
+
+    losses: list[str] = field(default_factory=list)
+    #: Of every step and parameter, before clipping; of eager runs none, as they are gone.
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    #: Loads that had not begun when backward needed the bytes, step by step.
+    missed: list[float] = field(default_factory=list)
+    tickets: int = 0
 
 
-# One test for what the processes did: pytest-xdist would run them again for others.
-def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path: Path) -> None:
-    run_ranks("tests.integrations.pipeline_runs:every_schedule", tmp_path)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
-    for name, (_, stages, ways) in SCHEDULES.items():
-        for way in ways:
-            runs = [rank[name][way] for rank in ranks]
-            assert sum(len(run["plain"]["losses"]) for run in runs) > 0
-            for run in runs:
-                identical(run["offloaded"], run["plain"], (name, way))
-        if name in FOLLOWED:
-            # That gradients are divided is learned from the first step, and trusted three later.
-            assert ahead(ranks, name, "commit") == [(3 * stages, stages)] * RANKS
-            order_is_learned(ranks, name)
-    # Nobody tells which backward is the last: updates wait for the step.
-    assert ahead(ranks, "1F1B", "told nothing") == [(0, 0)] * RANKS
-    for found in ranks:
-        assert "scale_grads=False" in found["refused"]["divided"]
-        assert "overlap: commit" in found["refused"]["divided"]
-        assert "optimizer for each stage" in found["refused"]["one optimizer"]
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def identical(offloaded: Runs, plain: Runs, told: tuple[str, str]) -> None:
-    """Losses, gradients and parameters are; bytes have moved, and nothing is left."""
-    is_eager = told[1] == "eager"
-    assert offloaded["losses"] == plain["losses"], told
-    gradients = [] if is_eager else plain["gradients"]
-    for key, expected in (("gradients", gradients), ("parameters", plain["parameters"])):
-        assert len(offloaded[key]) == len(expected), told
-        assert all(map(torch.equal, offloaded[key], expected)), (told, key)
-    assert is_eager or len(gradients) == STEPS * len(plain["parameters"])
+class Pipeline:
+    """This rank's stages of a schedule of `SCHEDULES`, with an optimizer for each, or for all."""
+
+    def __init__(self, rank: int, name: str, way: Way, tier: Path) -> None:
+        make_schedule, per_rank, _ = SCHEDULES[name]
+        torch.manual_seed(0)
+        blocks = [Block() for _ in range(RANKS * per_rank)]
+        indices = range(rank, len(blocks), RANKS)
+        self.modules = [blocks[index] for index in indices]
+        self.stages = [
+            PipelineStage(module, index, len(blocks), torch.device("cpu"))
+            for module, index in zip(self.modules, indices, strict=True)
+        ]
+        self.schedule = make_schedule(
+            self.stages if per_rank > 1 else self.stages[0],
+            MICRO_BATCHES,
+            loss_fn=nn.functional.mse_loss if way.divides else _share_of_loss,
+            scale_grads=way.divides,
+        )
+        self.parameters = [p for module in self.modules for p in module.parameters()]
+        groups = [self.parameters] if way.together else [m.parameters() for m in self.modules]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(group, lr=1e-2) for group in groups
+        ]
+        self.engine: OffloadEngine | None = None
+        if way.overlap is not None:
+            options = {"subgroup_size": 4000, "overlap": way.overlap}
+            self.engine = OffloadEngine(settings(tier, optimizer=options))
+            store = self.engine._resources.store
+            for module in self.modules:
+                self.engine.attach(module)
+                # So that backward finds on the disk, and not in memory, what the stage has saved.
+                module.register_forward_hook(lambda *_: store.wait_for_writes())
+            self.optimizers = [self.engine.attach(None, own) for own in self.optimizers]
+
+
+def _share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target) / MICRO_BATCHES
+
+
+def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:
+    """Train a few steps; the arguments are those of `Pipeline`."""
+    pipeline = Pipeline(rank, name, way, tier)
+    engine, stages = pipeline.engine, pipeline.stages
+    if engine is not None and way.follow:
+        follow_schedule(engine, pipeline.schedule)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    outcome = Outcome()
+    for _ in range(STEPS):
+        losses: list[torch.Tensor] = []
+        before = _missed(engine)
+        pipeline.schedule.step(
+            *([inputs] if stages[0].is_first else []),
+            **({"target": targets, "losses": losses} if stages[-1].is_last else {}),
+        )
+        outcome.losses += [loss.item().hex() for loss in losses]
+        outcome.missed.append(_missed(engine) - before)
+        if way.overlap != "eager":
+            outcome.gradients += [p.grad.clone() for p in pipeline.parameters if p.grad is not None]
+        if way.clip is not None:
+            nn.utils.clip_grad_norm_(pipeline.parameters, way.clip)
+        for optimizer in pipeline.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    outcome.parameters = [p.detach().clone() for p in pipeline.parameters]
+    if engine is not None:
+        engine._resources.store.wait_for_writes()
+        outcome.metrics = engine.metrics()
+        for optimizer in pipeline.optimizers:  # states are tickets as well
+            fresh = torch.optim.AdamW(optimizer.parameters())
+            optimizer.load_state_dict(fresh.state_dict())
+        outcome.tickets = engine._resources.store.live_tickets
+        engine.close()
+    return outcome
+
+
+def _missed(engine: OffloadEngine | None) -> float:
+    return 0.0 if engine is None else engine.metrics()["offload/activations/missed_loads"]
+
+
+def check(offloaded: Outcome, plain: Outcome, told: tuple[str, str]) -> None:
+    """Losses, gradients and parameters are identical; bytes have moved, and nothing is left."""
+    assert offloaded.losses == plain.losses, told
+    gradients = [] if told[1] == "eager" else plain.gradients
+    assert gradients == [] or len(gradients) == STEPS * len(plain.parameters)
+    assert same(offloaded.gradients, gradients), told
+    assert same(offloaded.parameters, plain.parameters), told
     for client in ("activations", "optimizer"):
         for verb in ("written", "read"):
-            assert offloaded["metrics"][f"offload/{client}/{verb}_bytes"] > 0, told
-    assert offloaded["tickets"] == 0, told
+            assert offloaded.metrics[f"offload/{client}/{verb}_bytes"] > 0, told
+    assert offloaded.tickets == 0, told
 
 
-def ahead(ranks: list[Runs], name: str, way: str) -> list[tuple[float, ...]]:
-    """Steps of which something was updated during backward, and in vain, by rank."""
-    metrics = [rank[name][way]["offloaded"]["metrics"] for rank in ranks]
-    verbs = ("speculated", "redone")
-    return [tuple(of[f"offload/optimizer/{verb}_steps"] for verb in verbs) for of in metrics]
+def check_refusals(rank: int, tier: Path) -> None:
+    """What cannot work is refused before any step."""
+    for message, name, way in (
+        ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
+        (
+            "optimizer for each stage",
+            "interleaved 1F1B",
+            Way("eager", divides=False, together=True),
+        ),
+    ):
+        pipeline = Pipeline(rank, name, way, tier)
+        assert pipeline.engine is not None
+        with pipeline.engine, pytest.raises(ConfigError, match=message):
+            follow_schedule(pipeline.engine, pipeline.schedule)
 
 
-def order_is_learned(ranks: list[Runs], name: str) -> None:
-    first, last = (found[name]["commit"]["offloaded"]["missed"] for found in ranks)
-    # Of a step, only what is asked for first of all was not fetched ahead of anything.
-    assert first[-3:] == [1, 1, 1]
-    # The last stage goes back at once after each forward: what it has just saved is asked for.
-    most = 1 if name == "GPipe" else 4
-    assert last[-3:] == [most] * 3
+def every_schedule(rank: int, directory: Path) -> None:
+    """Train every schedule in every way, with and without offload."""
+    tier = directory / f"tier{rank}"
+    tier.mkdir()
+    check_refusals(rank, tier)
+    for name, (_, stages, ways) in SCHEDULES.items():
+        plain = {way.plain: train(rank, name, way.plain, tier) for way in ways.values()}
+        # The first rank has the first stage, which has no loss, and the last one the last.
+        assert all(bool(run.losses) is (rank == RANKS - 1) for run in plain.values())
+        for label, way in ways.items():
+            ours = train(rank, name, way, tier)
+            check(ours, plain[way.plain], (name, label))
+            # Steps of which something was updated during backward, and in vain.
+            verbs = ("speculated", "redone")
+            ahead = [ours.metrics[f"offload/optimizer/{verb}_steps"] for verb in verbs]
+            if label == "told nothing":
+                # Nobody tells which backward is the last: updates wait for the step.
+                assert ahead == [0, 0]
+            if label == "commit" and name in FOLLOWED:
+                # That gradients are divided is learned from the first step, and trusted three
+                # later.
+                assert ahead == [3 * stages, stages]
+                # Of a step, only what is asked for first of all was not fetched ahead of anything.
+                # But the last stage goes back at once after each forward: what it has just saved
+                # is asked for.
+                most = 1 if name == "GPipe" or rank == 0 else 4
+                assert ours.missed[-3:] == [most] * 3
+    assert list(tier.iterdir()) == []
+
+
+def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path: Path) -> None:
+    run_ranks("tests.integrations.test_pipelines:every_schedule", tmp_path)
 
 
 def test_what_is_no_schedule_is_refused() -> None:
     with OffloadEngine() as engine, pytest.raises(ConfigError, match=r"Schedule1F1B.*got Linear"):
-        follow_schedule(engine, torch.nn.Linear(1, 1))
+        follow_schedule(engine, nn.Linear(1, 1))
