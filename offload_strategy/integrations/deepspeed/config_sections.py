@@ -53,11 +53,9 @@ _MOST_AIO_THREADS = 8
 
 def for_activations(config: OffloadConfig) -> OffloadConfig:
     """Return the config of an engine that offloads only activations and leaves the rest."""
+    off = {"enabled": False}
     return config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(update={"enabled": False}),
-            "parameters": config.parameters.model_copy(update={"enabled": False}),
-        }
+        update={client: getattr(config, client).model_copy(update=off) for client in _SECTIONS}
     )
 
 
@@ -102,11 +100,8 @@ def derived_sections(
 
 def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, Any]) -> None:
     """Put derived sections into DeepSpeed's config, in place."""
-    for key, value in sections.items():
-        if key == _ZERO:
-            deepspeed.setdefault(_ZERO, {}).update(copy.deepcopy(value))
-        else:
-            deepspeed[key] = copy.deepcopy(value)
+    for key, value in copy.deepcopy(dict(sections)).items():
+        deepspeed[key] = {**(deepspeed.get(key) or {}), **value}
 
 
 def check_nvme(sections: Mapping[str, Any]) -> None:
@@ -132,10 +127,7 @@ def _uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
 
 
 def _check_agrees(
-    client: _Client,
-    name: str,
-    given: Mapping[str, Any],
-    config: OffloadConfig,
+    client: _Client, name: str, given: Mapping[str, Any], config: OffloadConfig
 ) -> None:
     if "tiers" not in config.model_fields_set:
         return  # Ours are only the defaults.

@@ -27,7 +27,7 @@ from offload_strategy.integrations.deepspeed.config_sections import (
     for_activations,
     merge_sections,
 )
-from offload_strategy.integrations.deepspeed.gathered_weights import install
+from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
 from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     strategy_name = "ssd_offload_deepspeed"
     description = "DeepSpeed, with activations on host memory and SSDs"
     stages = (1, 2, 3)
+    _micro_batch = 0
+    _weights: GatheredWeights | None = None
 
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
         from offload_strategy.config import OffloadConfig
 
         self.offload_config: OffloadConfig = OffloadConfig.load(offload_config)
-        self._micro_batch = 0
         super().__init__(**deepspeed)
         self._given = self._without_defaults(deepspeed)
         self._derive()
@@ -146,4 +147,5 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
             self._engine.end_threads()
         if self._weights is not None:
             self._weights.remove()
+            self._weights = None
         super().teardown()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
-    from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 
     _Strategy = Any
 else:
@@ -44,7 +43,6 @@ class EngineOwner:
     description = "Moves activations and optimizer states to host memory and SSDs"
     stages: tuple[int, ...] = ()  # of ZeRO, with a variant each
     _engine: OffloadEngine | None = None
-    _weights: GatheredWeights | None = None
     _when_gone: weakref.finalize[..., Any] | None = None
 
     @property
@@ -63,9 +61,6 @@ class EngineOwner:
 
     def _close_engine(self) -> None:
         self._engine = None
-        if self._weights is not None:
-            self._weights.remove()
-            self._weights = None
         if self._when_gone is not None:
             self._when_gone()
 
