@@ -148,15 +148,18 @@ def test_the_configs_train_a_shrunken_model(here, ssd_offload, tmp_path):
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(loss.item())
-        return found
+            written = engine.metrics()["offload/optimizer/written_bytes"]
+        return found, written
 
-    plain = losses(None)
+    plain, _ = losses(None)
     for name in ("plan.yaml", "plan-in-between.yaml", "plan-cheapest.yaml"):
         ssd_offload("config", "check", tmp_path / name)
         sections = yaml.safe_load((tmp_path / name).read_text())
         if "planning" in sections:  # this process has more than the one that was planned for
             sections["planning"]["device_memory"] = "64GiB"
-        assert losses(sections) == plain, name
+        found, written = losses(sections)
+        assert found == plain, name
+    assert written > 0  # by the cheapest
 
 
 def test_a_way_that_is_missing_has_no_file_and_one_that_is_there_is_overwritten_only_by_force(
