@@ -53,7 +53,7 @@ conformance: $(READY)
 	CONFORMANCE_PART=1/1 $(PYTEST) tests/conformance $(ARGS)
 
 stress: $(READY)
-	TEST_ACCELERATOR=sim STRESS_SEEDS=1000 $(PYTEST) tests/accelerator/test_threads.py $(ARGS)
+	TEST_ACCELERATOR=sim STRESS_SEEDS=1000 $(PYTEST) tests/accelerator/test_stress.py -k threads $(ARGS)
 
 module-map: $(READY)
 	$(BIN)/python -m tests.module_map

@@ -13,10 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from tests.training import attached, settings
+from tests.training import (
+    Numbers,
+    assert_same_history,
+    attached,
+    gradients,
+    settings,
+    weights,
+)
 
 STEPS = 4
 LAYERS = 6
@@ -66,8 +74,8 @@ def train(
     sharded: bool,
     eager: bool,
     hook: Any = None,
-) -> dict[str, Any]:
-    """Losses and final weights, as text that says every bit."""
+) -> list[Numbers]:
+    """Losses, the gradients of one step, and final weights."""
     net = layers().to(device)
     model: Any = net
     if sharded:
@@ -80,7 +88,7 @@ def train(
     optimizer = attached(engine, model, torch.optim.AdamW(net.parameters(), lr=1e-2))
     if hook is not None:
         hook(net)
-    losses = []
+    found: list[Numbers] = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + device.index)
         inputs = torch.randn(16, WIDTH, generator=generator).to(device)
@@ -88,17 +96,16 @@ def train(
         loss.backward()
         if step == 2 and not eager:
             # What backward has left is read here, before step().
-            gradients = [p.grad.to_local() if sharded else p.grad for p in net.parameters()]
-            losses.append(
-                sum(gradient.detach().float().sum() for gradient in gradients).item().hex()
-            )
+            found.append(local(gradients(net)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    weights = [
-        (p.to_local() if sharded else p).detach().cpu().flatten().tolist() for p in net.parameters()
-    ]
-    return {"losses": losses, "weights": [[value.hex() for value in each] for each in weights]}
+        found.append({"loss": torch.tensor(loss.item())})
+    return [*found, local(weights(net))]
+
+
+def local(numbers: Numbers) -> Numbers:
+    """The part of each that is of this rank."""
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in numbers.items()}
 
 
 def compare(
@@ -109,17 +116,17 @@ def compare(
     overlap: str,
     host: str | None,
     streamed: bool,
-) -> list[bool]:
-    """Whether losses and weights are the same with and without offload."""
+) -> bool:
+    """Fail unless all is the same with and without offload; return whether anything has moved."""
     device = join(rank, 2, directory, kind)
     eager = overlap == "eager"
     expected = train(None, device, sharded, eager)
     with engine_of(rank, directory, overlap, host, streamed) as engine:
-        got = train(engine, device, sharded, eager)
+        assert_same_history(train(engine, device, sharded, eager), expected)
         moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
     dist.barrier()
     dist.destroy_process_group()
-    return [got["losses"] == expected["losses"], got["weights"] == expected["weights"], moved]
+    return moved
 
 
 def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -> int:

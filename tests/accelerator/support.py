@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from offload_strategy import OffloadEngine
 from tests.training import Block, Numbers
 
 DEVICE = os.environ["TEST_ACCELERATOR"]
@@ -88,6 +89,55 @@ def memory_beyond(nbytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@contextmanager
+def delays(seed: int, kernel_us: int, copy_us: int) -> Iterator[None]:
+    """Each kernel and each copy takes a random time of at most so long on a simulated device."""
+    if DEVICE != "sim":
+        yield
+        return
+    device_module.set_seed(seed)
+    device_module.set_delays(kernel_us, copy_us)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize()
+        device_module.set_delays(0, 0)
+
+
+def peaks(step: Callable[[int], object], count: int) -> list[int]:
+    """The most bytes in use during each of some steps, which begin with an idle device."""
+    found = []
+    for number in range(count):
+        torch.accelerator.synchronize()
+        device_module.reset_peak_memory_stats()
+        step(number)
+        torch.accelerator.synchronize()
+        found.append(device_module.max_memory_allocated())
+    return found
+
+
+class Deep(nn.Module):
+    """Saves a tensor as large as its input in each layer.
+
+    Args:
+        layers: how many.
+        cycles: keep the device busy in each layer, in forward and in backward.
+    """
+
+    def __init__(self, layers: int, cycles: int = 0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers, self.cycles = layers, cycles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.layers):
+            x = torch.sin(x) * 1.5
+            if self.cycles:
+                sleep(self.cycles)
+                x.register_hook(lambda _: sleep(self.cycles))
+        return x * self.scale
+
+
 class Transformer(nn.Module):
     """A few blocks; the first weight is also the last."""
 
@@ -104,9 +154,24 @@ class Transformer(nn.Module):
         return F.linear(x, self.embedding.weight.t())
 
 
-def make(width: int = WIDTH, depth: int = 4, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return Transformer(width, depth, **options).to(DEVICE)
+def make(
+    *sizes: int,
+    engine: OffloadEngine | None = None,
+    seed: int = 0,
+    dropout: bool = True,
+    device: str = DEVICE,
+    recompute: bool = False,
+) -> nn.Module:
+    """A transformer on the device, attached if there is an engine."""
+    torch.manual_seed(seed)
+    model = Transformer(*sizes, recompute=recompute)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not dropout:
+            module.p = 0.0
+    model.to(device)
+    if engine is not None:
+        engine.attach(model)
+    return model
 
 
 def batch(number: int, rows: int = 4, length: int = 64) -> torch.Tensor:

@@ -16,9 +16,7 @@ from tests.accelerator.support import DEVICE, batch, loss_of, make, needs_cuda
 from tests.training import (
     Numbers,
     activations_only,
-    assert_same_history,
     backward_history,
-    moved,
     same_with_and_without,
     settings,
 )
@@ -35,26 +33,20 @@ def each_block(model: Any) -> Any:
 WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": torch.compile, "each block": each_block}
 
 
-def history(model: Any, base: nn.Module) -> list[Numbers]:
-    for module in base.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return backward_history(base, lambda step: loss_of(model, step))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
     pytest.importorskip("triton", reason="torch.compile needs it on CUDA")
-    torch.compiler.reset()
-    base = make()
-    expected = history(WAYS[way](base), base)
-    torch.compiler.reset()
-    with activations_only(disk, min_size=1) as engine:
-        base = make()
+
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        torch.compiler.reset()
+        base = make(dropout=False)
         compiled = WAYS[way](base)
-        engine.attach(compiled)
-        assert_same_history(history(compiled, base), expected)
-        assert moved(engine) > 0
+        if engine is not None:
+            engine.attach(compiled)
+        return backward_history(base, lambda step: loss_of(compiled, step))
+
+    figures = same_with_and_without(run, settings(disk, optimizer={"enabled": False}))
+    assert figures["offload/activations/written_bytes"] > 0
     torch.compiler.reset()
 
 
@@ -69,8 +61,7 @@ def on_another_stream(run: Callable[[], Any]) -> None:
 
 def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
     with activations_only(disk) as engine:
-        model = make()
-        engine.attach(model)
+        model = make(engine=engine)
         inputs = batch(0)
         on_another_stream(lambda: model(inputs).sum().backward())
         torch.accelerator.synchronize()
@@ -86,8 +77,7 @@ def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
 
 def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
     with activations_only(disk) as engine:
-        model = make().eval()
-        engine.attach(model)
+        model = make(engine=engine).eval()
         inputs = torch.zeros_like(batch(0))
         with torch.no_grad():
             on_another_stream(lambda: model(inputs))

@@ -15,20 +15,15 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
-from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
-    BATCH,
     DEVICE,
-    SIZE,
     TIERS,
     Transformer,
     batch,
-    device_module,
     loss_of,
     make,
     needs_accelerator,
-    new_stream,
     sleep,
     stir,
     train,
@@ -55,19 +50,11 @@ def activations(disk: Path, host: str | None = None, **memory: Any) -> dict[str,
     return settings(disk, host, optimizer={"enabled": False}, memory=memory)
 
 
-def model_on(engine: OffloadEngine | None, **options: Any) -> nn.Module:
-    """A model that is attached, if there is an engine."""
-    model = make(**options)
-    if engine is not None:
-        engine.attach(model)
-    return model
-
-
 def passes(
     engine: OffloadEngine | None, wait: bool = True, scope: Any = nullcontext, **options: Any
 ) -> list[Numbers]:
     """Three steps of gradient descent; with `wait`, backward begins when all is on the disk."""
-    model = model_on(engine, **options)
+    model = make(engine=engine, **options)
 
     def loss(step: int) -> torch.Tensor:
         with scope():
@@ -103,57 +90,39 @@ def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -
     torch.accelerator.synchronize()
 
 
-def test_gradients_are_the_same_with_checkpoints(disk: Path) -> None:
-    same_with_and_without(lambda engine: passes(engine, recompute=True), activations(disk))
-
-
-@pytest.mark.parametrize("pinned", ["64KiB", "2MiB"])
-def test_gradients_are_the_same_with_little_pinned_memory(disk: Path, pinned: str) -> None:
-    same_with_and_without(passes, activations(disk, pinned=pinned))
-
-
-def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        if engine is None:
-            return passes(None)
-        stream = new_stream()
-        stream.wait_stream(torch.accelerator.current_stream())
-        with using_stream(stream):
-            found = passes(engine, wait=False)
-        stream.synchronize()
-        return found
-
-    same_with_and_without(run, activations(disk))
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [({}, {"recompute": True}), ({"pinned": "64KiB"}, {}), ({"pinned": "2MiB"}, {})],
+)
+def test_gradients_are_the_same_with_checkpoints_and_with_little_pinned_memory(
+    disk: Path, memory: dict[str, str], options: dict[str, bool]
+) -> None:
+    same_with_and_without(lambda engine: passes(engine, **options), activations(disk, **memory))
 
 
 def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None:
     """The host puts, drops and reads tickets long before the device has computed their bytes."""
 
     def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model, numbers = model_on(engine), []
-        for step in range(4):
-            torch.manual_seed(step)
+        model = make(engine=engine)
+
+        def loss(step: int) -> torch.Tensor:
             sleep(100_000_000)
             dropped = loss_of(model, step + 50)
             torch.manual_seed(step)
-            loss = loss_of(model, step)
+            found = loss_of(model, step)
             del dropped
             stir()
-            loss.backward()
-            numbers.append({"loss": loss.detach(), **gradients(model)})
-            model.zero_grad()
-        return numbers
+            return found
+
+        return backward_history(model, loss, steps=4)
 
     same_with_and_without(run, activations(disk))
 
 
 def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Path) -> None:
     def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = model_on(engine)
-        torch.manual_seed(0)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        model = make(engine=engine, dropout=False)
         first, second = loss_of(model, 1), loss_of(model, 2)
         second.backward(retain_graph=True)
         first.backward()
@@ -166,32 +135,6 @@ def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Pa
         return [once, gradients(model)]
 
     same_with_and_without(run, activations(disk))
-
-
-def test_device_memory_is_really_freed(disk: Path) -> None:
-    def peak(engine: OffloadEngine | None) -> int:
-        model = make(*SIZE)
-        if engine is not None:
-            engine.attach(model)
-        for number in range(2):
-            torch.accelerator.synchronize()
-            device_module.reset_peak_memory_stats()
-            before = device_module.memory_allocated()
-            loss_of(model, number, **BATCH).backward()
-            if engine is not None:
-                on_disk(engine)
-            model.zero_grad()
-        torch.accelerator.synchronize()
-        return device_module.max_memory_allocated() - before
-
-    plain = peak(None)
-    config = activations(disk, pinned="256MiB")
-    config["activations"] |= {"min_size": "64KiB", "prefetch": "16MiB"}
-    config["tiers"][0]["capacity"] = "8GiB"
-    with OffloadEngine(config) as engine:
-        offloaded = peak(engine)
-        assert engine.metrics()["offload/device/peak_bytes"] > 0
-    assert offloaded < 0.6 * plain, f"{offloaded / MiB:.0f} of {plain / MiB:.0f} MiB"
 
 
 # ---------------------------------------------------------------------- optimizer
@@ -225,51 +168,48 @@ def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
 def steps(
     engine: OffloadEngine | None,
     optimizer_of: Callable[[Any], Optimizer] = fused,
-    edit: Callable[[nn.Module, int], None] = lambda model, step: None,
+    edit: Callable[[nn.Module, int], None] | None = None,
     wait: bool = False,
+    scaled: bool = False,
+    micro_batches: int = 1,
+    hints: bool = False,
 ) -> list[Numbers]:
-    """Five steps, whose gradients are edited after backward."""
+    """Seven steps, whose gradients are edited after backward; losses are scaled for half precision.
+
+    What is visible between backward and `step()` is noted in every second step.
+    """
     model = make()
     optimizer = attached(engine, model, optimizer_of(model.parameters()))
+    scaler = torch.amp.GradScaler(DEVICE, 2.0**14, growth_interval=2, enabled=scaled)
     numbers = []
-    for step in range(5):
-        torch.manual_seed(step)
+    for step in range(7):
         optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
+        for index in range(micro_batches):
+            torch.manual_seed(10 * step + index)
+            if engine is not None and hints:
+                engine.microbatch(index, last=index == micro_batches - 1)
+            with torch.autocast(DEVICE, torch.float16, enabled=scaled):
+                loss = loss_of(model, 10 * step + index)
+            factor = float("inf") if scaled and step == 3 else 1 / micro_batches
+            scaler.scale(loss * factor).backward()
         stir()
-        edit(model, step)
-        numbers.append({"loss": loss.detach().clone(), **states(model, optimizer)})
+        if edit is not None:
+            scaler.unscale_(optimizer)
+            edit(model, step)
+        if step % 2:
+            numbers.append({"loss": loss.detach().clone(), **states(model, optimizer)})
         if wait and engine is not None:
             on_disk(engine)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         stir()
-        numbers.append(states(model, optimizer))
+        numbers.append(states(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())})
     return numbers
 
 
 def both(disk: Path, overlap: str = "commit", host: str | None = None) -> dict[str, Any]:
     options = {"overlap": overlap, "subgroup_size": 20_000}
     return settings(disk, host, optimizer=options, memory={"pinned": "256MiB"})
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_and_states_are_the_same(disk: Path, name: str, overlap: str) -> None:
-    figures = same_with_and_without(
-        lambda engine: steps(engine, OPTIMIZERS[name]), both(disk, overlap)
-    )
-    assert figures["offload/optimizer/written_bytes"] > 0 or name == "SGD"
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("wait", [False, True], ids=["at once", "when it is on the disk"])
-def test_parameters_and_states_are_the_same_on_every_tier(
-    disk: Path, tiers: str, overlap: str, wait: bool
-) -> None:
-    config = both(disk, overlap, **TIERS[tiers])
-    same_with_and_without(lambda engine: steps(engine, wait=wait), config)
 
 
 def clip(model: nn.Module, norm: float) -> None:
@@ -291,64 +231,41 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
 }
 
 
+#: Of `steps`, by what is trained.
+LOOPS: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
+    **{name: {"edit": edit} for name, edit in EDITS.items()},
+    **{
+        f"{name}, GradScaler, {how}": {
+            "optimizer_of": OPTIMIZERS[name],
+            "scaled": True,
+            "edit": edit,
+        }
+        for name in ("AdamW", "AdamW fused")
+        for how, edit in (("no clipping", None), ("clipping", EDITS["clipping always"]))
+    },
+    "accumulation": {"micro_batches": 3},
+    "accumulation with hints": {"micro_batches": 3, "hints": True},
+}
+
+
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("name", EDITS)
-def test_changes_of_gradients_are_honoured(disk: Path, name: str, overlap: str) -> None:
-    same_with_and_without(lambda engine: steps(engine, edit=EDITS[name]), both(disk, overlap))
+@pytest.mark.parametrize("loop", LOOPS)
+def test_parameters_and_states_are_the_same(disk: Path, loop: str, overlap: str) -> None:
+    figures = same_with_and_without(
+        lambda engine: steps(engine, **LOOPS[loop]), both(disk, overlap)
+    )
+    assert figures["offload/optimizer/written_bytes"] > 0 or loop == "SGD"
 
 
-@pytest.mark.parametrize(
-    ("name", "clips", "overlap"),
-    [
-        ("AdamW", False, "commit"),
-        ("AdamW", True, "off"),
-        ("AdamW fused", False, "off"),
-        ("AdamW fused", True, "commit"),
-    ],
-)
-def test_mixed_precision_with_a_gradient_scaler_is_the_same(
-    disk: Path, name: str, clips: bool, overlap: str
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("wait", [False, True], ids=["at once", "when it is on the disk"])
+def test_parameters_and_states_are_the_same_on_every_tier(
+    disk: Path, tiers: str, overlap: str, wait: bool
 ) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make()
-        optimizer = attached(engine, model, OPTIMIZERS[name](model.parameters()))
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**14, growth_interval=2)
-        numbers = []
-        for step in range(7):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            with torch.autocast(DEVICE, torch.float16):
-                loss = loss_of(model, step) * (float("inf") if step == 3 else 1)
-            scaler.scale(loss).backward()
-            if clips:
-                scaler.unscale_(optimizer)
-                clip(model, 1e-3)
-            scaler.step(optimizer)
-            scaler.update()
-            numbers.append(states(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())})
-        return numbers
-
-    same_with_and_without(run, both(disk, overlap))
-
-
-@pytest.mark.parametrize("hints", [False, True])
-def test_accumulation_is_the_same(disk: Path, hints: bool) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make()
-        optimizer = attached(engine, model, fused(model.parameters()))
-        numbers = []
-        for step in range(4):
-            optimizer.zero_grad()
-            for index in range(3):
-                torch.manual_seed(10 * step + index)
-                if engine is not None and hints:
-                    engine.microbatch(index, last=index == 2)
-                (loss_of(model, 10 * step + index) / 3).backward()
-            optimizer.step()
-            numbers.append(states(model, optimizer))
-        return numbers
-
-    same_with_and_without(run, both(disk))
+    config = both(disk, overlap, **TIERS[tiers])
+    same_with_and_without(lambda engine: steps(engine, wait=wait), config)
 
 
 def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:

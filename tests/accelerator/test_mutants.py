@@ -24,24 +24,13 @@ from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support import accelerator
 from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
-from tests.accelerator.support import DEVICE, device_module, new_stream
+from tests.accelerator.support import DEVICE, Deep, delays, device_module, new_stream
 from tests.training import attached, on_disk, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 
 LAYERS, ELEMENTS = 24, 32 * KiB
 SEEDS = 6
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(LAYERS):
-            x = torch.sin(x) * 1.5
-        return x * self.scale
 
 
 def churn() -> None:
@@ -51,7 +40,7 @@ def churn() -> None:
 
 
 def model_on(engine: OffloadEngine | None) -> Deep:
-    model = Deep().to(DEVICE)
+    model = Deep(LAYERS).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     return model
@@ -83,13 +72,10 @@ def config(disk: Path, host: str | None) -> dict[str, Any]:
 
 
 def wrong_bits(disk: Path, host: str | None, seed: int) -> bool:
-    device_module.set_seed(seed)
-    device_module.set_delays(50 * (seed % 3), 800 * ((seed + 1) % 3))
-    with OffloadEngine(config(disk, host)) as engine:
+    late = delays(seed, 50 * (seed % 3), 800 * ((seed + 1) % 3))
+    with late, OffloadEngine(config(disk, host)) as engine:
         got = train(engine, other_stream=seed % 2 == 1)
-    device_module.set_delays(0, 0)
-    expected = train(None)
-    return not all(map(torch.equal, got, expected))
+    return not all(map(torch.equal, got, train(None)))
 
 
 def wrong_bits_after_a_dropped_pass(disk: Path, host: str | None, seed: int) -> bool:
@@ -136,111 +122,7 @@ def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
     return bool(peak > 64 * MiB or left > 12 * MiB)
 
 
-MUTANTS: dict[str, tuple[str, str]] = {
-    "the copy to the host does not wait for the computation": (
-        "        outgoing.wait_event(compute.record_event())\n",
-        "",
-    ),
-    "the end of a copy to the host is recorded before it": (
-        "            for host, source in zip(hosts, sources, strict=True):\n"
-        "                host.copy_(source, non_blocking=True)\n"
-        "            done = torch.Event(self.device, blocking=True)\n"
-        "            done.record(outgoing)\n",
-        "            done = torch.Event(self.device, blocking=True)\n"
-        "            done.record(outgoing)\n"
-        "            for host, source in zip(hosts, sources, strict=True):\n"
-        "                host.copy_(source, non_blocking=True)\n",
-    ),
-    "the write to the path does not wait for the copy": (
-        "            event.synchronize()\n",
-        "",
-    ),
-    "the copy to the device does not wait for the computation": (
-        "        incoming.wait_event(compute.record_event())\n",
-        "",
-    ),
-    "the computation does not wait for the copy to the device": (
-        "            compute.wait_event(arrival.done)\n",
-        "",
-    ),
-    "the end of a copy to the device is recorded before it": (
-        "            for tensor, host in zip(tensors, hosts, strict=True):\n"
-        "                tensor.copy_(host, non_blocking=True)\n"
-        "            done = torch.Event(self.device)\n"
-        "            done.record(incoming)\n",
-        "            done = torch.Event(self.device)\n"
-        "            done.record(incoming)\n"
-        "            for tensor, host in zip(tensors, hosts, strict=True):\n"
-        "                tensor.copy_(host, non_blocking=True)\n",
-    ),
-    "a host buffer is free before the copy out of it is over": (
-        "            self._loads.append((done, copies, hosts))\n",
-        "            pass\n",
-    ),
-    "loaded memory belongs to the incoming stream": (
-        "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
-        "        _, incoming = self._copying(compute)\n"
-        "        incoming.wait_event(compute.record_event())\n",
-        "        _, incoming = self._copying(compute)\n"
-        "        with using_stream(incoming):\n            tensors = ["
-        "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
-    ),
-    "the window has no end": (
-        "max(_WINDOW_BYTES, 2 * self._largest)",
-        "1 << 40",
-    ),
-    "what backward has used stays in the window": (
-        "entry.state is TicketState.FREED",
-        "False",
-    ),
-    "copies to the host run on the compute stream, with no order to what follows": (
-        "with using_stream(outgoing):",
-        "with using_stream(_):",
-    ),
-}
-
-#: Of the windows in which memory is referenced until its stream waits for what uses it.
-WINDOW_MUTANTS: dict[str, tuple[str, str]] = {
-    "memory is freed without a wait for its copy": (
-        "            self._owner.wait_event(end)\n",
-        "            pass\n",
-    ),
-    "the wait is for the first copy of those released": (
-        "            end, nbytes, held = self._uses.popleft()\n",
-        "            first, nbytes, held = self._uses.popleft()\n            end = end or first\n",
-    ),
-    "nothing is released while the device is behind": (
-        "while self._uses and self.nbytes > at_most:",
-        "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
-    ),
-}
-
-
-UPDATE_STREAM_MUTANTS: dict[str, tuple[str, str]] = {
-    "an update does not wait for what produced the gradients": (
-        "        stream.wait_stream(producer)\n",
-        "",
-    ),
-    "a gradient is dropped without a wait for its update": WINDOW_MUTANTS[
-        "memory is freed without a wait for its copy"
-    ],
-    "the end of backward does not join the updates": (
-        "            torch.autograd.Variable._execution_engine.queue_callback(self.join)\n",
-        "            pass\n",
-    ),
-}
-
-
-def mutated(original: ModuleType, old: str, new: str) -> Any:
-    source = inspect.getsource(original)
-    assert source.count(old) >= 1, "the mutant's line is not there any more"
-    module = ModuleType("mutated")
-    module.__dict__["__name__"] = original.__name__
-    exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
-    return module
-
-
-def wrong_update(disk: Path, seed: int) -> bool:
+def wrong_update(disk: Path, host: str | None, seed: int) -> bool:
     """Whether weights differ when updates run during backward on a stream of their own."""
 
     def trained(engine: OffloadEngine | None) -> list[torch.Tensor]:
@@ -265,12 +147,10 @@ def wrong_update(disk: Path, seed: int) -> bool:
             churn()
         return [weight.cpu() for weight in seen]
 
-    device_module.set_seed(seed)
-    device_module.set_delays(100 * (1 + seed % 3), 800 * (seed % 2))
+    late = delays(seed, 100 * (1 + seed % 3), 800 * (seed % 2))
     section = {"overlap": "eager", "subgroup_size": 20_000}
-    with OffloadEngine(settings(disk, "1GiB", optimizer=section)) as engine:
+    with late, OffloadEngine(settings(disk, host, optimizer=section)) as engine:
         got = trained(engine)
-    device_module.set_delays(0, 0)
     return not all(map(torch.equal, got, trained(None)))
 
 
@@ -280,12 +160,103 @@ SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
     (wrong_bits_after_a_dropped_pass, None),
     (too_much_memory, "1GiB"),
 ]
+OF_UPDATES = [(wrong_update, "1GiB")]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *WINDOW_MUTANTS])
+def swapped(first: str, second: str) -> tuple[str, str]:
+    return first + second, second + first
+
+
+def recorded(copies: str, stream: str, options: str = "") -> tuple[str, str]:
+    """The end of copies is recorded before them."""
+    event = f"done = torch.Event(self.device{options})\n            done.record({stream})\n"
+    return swapped(f"            for {copies}, non_blocking=True)\n", f"            {event}")
+
+
+#: Of the copy engine.
+MUTANTS: dict[str, tuple[str, str]] = {
+    "the copy to the host does not wait for the computation": (
+        "outgoing.wait_event(compute.record_event())",
+        "pass",
+    ),
+    "the end of a copy to the host is recorded before it": recorded(
+        "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
+        "outgoing",
+        ", blocking=True",
+    ),
+    "the write to the path does not wait for the copy": ("event.synchronize()", "pass"),
+    "the copy to the device does not wait for the computation": (
+        "incoming.wait_event(compute.record_event())",
+        "pass",
+    ),
+    "the computation does not wait for the copy to the device": (
+        "compute.wait_event(arrival.done)",
+        "pass",
+    ),
+    "the end of a copy to the device is recorded before it": recorded(
+        "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
+        "incoming",
+    ),
+    "a host buffer is free before the copy out of it is over": (
+        "self._loads.append((done, copies, hosts))",
+        "pass",
+    ),
+    "loaded memory belongs to the incoming stream": (
+        "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
+        "        _, incoming = self._copying(compute)\n"
+        "        incoming.wait_event(compute.record_event())\n",
+        "        _, incoming = self._copying(compute)\n"
+        "        with using_stream(incoming):\n            tensors = ["
+        "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
+    ),
+    "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
+    "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
+    "copies to the host run on the compute stream, with no order to what follows": (
+        "with using_stream(outgoing):",
+        "with using_stream(_):",
+    ),
+}
+FREED_EARLY = ("self._owner.wait_event(end)", "pass")
+#: Of the windows in which memory is referenced until its stream waits for what uses it.
+WINDOW_MUTANTS: dict[str, tuple[str, str]] = {
+    "memory is freed without a wait for its copy": FREED_EARLY,
+    "the wait is for the first copy of those released": (
+        "            end, nbytes, held = self._uses.popleft()\n",
+        "            first, nbytes, held = self._uses.popleft()\n            end = end or first\n",
+    ),
+    "nothing is released while the device is behind": (
+        "while self._uses and self.nbytes > at_most:",
+        "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
+    ),
+}
+#: Of the stream on which updates run; the second one of the window of its gradients.
+UPDATE_MUTANTS: dict[str, tuple[str, str]] = {
+    "an update does not wait for what produced the gradients": (
+        "stream.wait_stream(producer)",
+        "pass",
+    ),
+    "a gradient is dropped without a wait for its update": FREED_EARLY,
+    "the end of backward does not join the updates": (
+        "torch.autograd.Variable._execution_engine.queue_callback(self.join)",
+        "pass",
+    ),
+}
+
+
+def mutated(original: ModuleType, old: str, new: str) -> Any:
+    source = inspect.getsource(original)
+    assert source.count(old) >= 1, "the mutant's line is not there any more"
+    module = ModuleType("mutated")
+    module.__dict__["__name__"] = original.__name__
+    exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *WINDOW_MUTANTS, *UPDATE_MUTANTS])
 def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
+    change = {**MUTANTS, **WINDOW_MUTANTS, **UPDATE_MUTANTS}[name]
     if name in MUTANTS:
-        module = mutated(copy_engine, *MUTANTS[name])
+        module = mutated(copy_engine, *change)
         close = module.CopyEngine.close
 
         def close_when_idle(engine: Any) -> None:
@@ -295,39 +266,28 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
 
         monkeypatch.setattr(module.CopyEngine, "close", close_when_idle)
         monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
-    else:
-        module = mutated(accelerator, *WINDOW_MUTANTS[name])
+    elif name in WINDOW_MUTANTS or change is FREED_EARLY:
+        module = mutated(accelerator, *change)
         for method in ("release", "release_unused"):
             monkeypatch.setattr(ReleaseWindow, method, getattr(module.ReleaseWindow, method))
+    else:
+        module = mutated(update_stream, *change)
+        monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
+    if name in UPDATE_MUTANTS and change is FREED_EARLY:
+        monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
     for seed in range(SEEDS):
-        for scenario, host in SCENARIOS:
+        for scenario, host in OF_UPDATES if name in UPDATE_MUTANTS else SCENARIOS:
             try:
                 if scenario(disk, host, seed):
                     return
             except torch.OutOfMemoryError:
                 return
             finally:
-                device_module.set_delays(0, 0)
                 torch.accelerator.synchronize()
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
-@pytest.mark.parametrize("name", UPDATE_STREAM_MUTANTS)
-def test_a_deliberate_bug_of_the_update_stream_is_found(
-    disk: Path, monkeypatch: Any, name: str
-) -> None:
-    if name.startswith("a gradient"):
-        module = mutated(accelerator, *UPDATE_STREAM_MUTANTS[name])
-        monkeypatch.setattr(ReleaseWindow, "release", module.ReleaseWindow.release)
-        monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
-    else:
-        module = mutated(update_stream, *UPDATE_STREAM_MUTANTS[name])
-        monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
-    assert any(wrong_update(disk, seed) for seed in range(SEEDS)), f"nothing noticed that {name}"
-
-
 def test_without_a_bug_nothing_is_found(disk: Path) -> None:
     for seed in range(SEEDS):
-        assert not wrong_update(disk, seed), f"seed {seed}"
-        for scenario, host in SCENARIOS:
+        for scenario, host in [*SCENARIOS, *OF_UPDATES]:
             assert not scenario(disk, host, seed), f"{scenario.__name__}, seed {seed}, {host}"

@@ -1,23 +1,33 @@
-"""Memory and copies follow the device, not the host, which is far ahead of it."""
+"""Memory and copies follow the device, not the host, which is far ahead and never waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.io.backends import posix
 from offload_strategy.units import MiB
-from tests.accelerator.support import DEVICE, TIERS, device_module, needs_accelerator, sleep
+from tests.accelerator.support import (
+    DEVICE,
+    TIERS,
+    Deep,
+    delays,
+    device_module,
+    loss_of,
+    make,
+    needs_accelerator,
+    peaks,
+    sleep,
+)
 from tests.paced import PacedBackend
-from tests.training import settings
+from tests.training import attached, settings
 
 pytestmark = needs_accelerator
 
@@ -44,47 +54,36 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-class Deep(nn.Module):
-    """Saves a tensor of four mebibytes in each layer."""
-
-    def __init__(self, cycles: int = 0) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        #: Keeps the device busy in each layer, in forward and in backward.
-        self.cycles = cycles
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(LAYERS):
-            x = torch.sin(x)
-            if self.cycles:
-                sleep(self.cycles)
-                x.register_hook(lambda _: sleep(self.cycles))
-        return x * self.scale
-
-
 def run(
     engine: OffloadEngine | None, cycles: int = 0
-) -> tuple[torch.Tensor, list[int], list[int], list[Any]]:
-    """The gradient; and of each step the bytes at its begin, its peak, and what the host did."""
-    model = Deep(cycles).to(DEVICE)
+) -> tuple[torch.Tensor, list[int], list[int], list[str]]:
+    """The gradient; the bytes at the begin of each step and on top; what the last one waits for."""
+    model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1 << 20, generator=generator).to(DEVICE).requires_grad_()
-    begins, peaks, calls = [], [], []
-    for _ in range(STEPS):
-        torch.accelerator.synchronize()
+    begins: list[int] = []
+    waits: list[str] = []
+
+    def step(_: int) -> None:
         begins.append(device_module.memory_allocated())
-        device_module.reset_peak_memory_stats()
-        if DEVICE == "sim":
-            device_module.counts(reset=True)
+        waiting_calls()
         sleep(BEHIND)
         x.grad = None
         model(x).sum().backward()
-        peaks.append(device_module.max_memory_allocated() - begins[-1])
-        calls.append(device_module.counts() if DEVICE == "sim" else {})
+        waits[:] = waiting_calls()
+
+    highest = peaks(step, STEPS)
     assert x.grad is not None
-    return x.grad.cpu(), begins, peaks, calls
+    beyond = [peak - begin for peak, begin in zip(highest, begins, strict=True)]
+    return x.grad.cpu(), begins, beyond, waits
+
+
+def waiting_calls() -> dict[str, int]:
+    """Of a simulated device: what waited for it and what pinned memory since the last call."""
+    counts = device_module.counts(reset=True) if DEVICE == "sim" else {}
+    return {name: n for name, n in counts.items() if name.startswith(("sync:", "pinned:"))}
 
 
 def config(disk: Path, tiers: str, **activations: Any) -> dict[str, Any]:
@@ -99,29 +98,14 @@ def config(disk: Path, tiers: str, **activations: Any) -> dict[str, Any]:
 def test_memory_is_freed_although_the_device_is_behind(disk: Path, tiers: str) -> None:
     expected, plain_begins, plain_peaks, _ = run(None)
     with OffloadEngine(config(disk, tiers, budget="100%")) as engine:
-        got, begins, peaks, calls = run(engine)
+        got, begins, taken, waits = run(engine)
+        assert engine.metrics()["offload/device/peak_bytes"] > 0
     assert torch.equal(got, expected)
     assert min(plain_peaks) >= SAVED
-    assert max(peaks[1:]) <= 0.35 * SAVED, [peak // MiB for peak in peaks]
+    assert max(taken[1:]) <= 0.35 * SAVED, [peak // MiB for peak in taken]
     assert begins[1:] == plain_begins[1:], "nothing is kept from one step to the next"
-    if DEVICE == "sim" and tiers == "host memory":
-        steady = [name for name in calls[-1] if name.startswith(("sync:", "pinned:"))]
-        assert steady == [], "a steady step neither waits for the device nor pins memory"
-
-
-@contextmanager
-def late() -> Iterator[None]:
-    """Each kernel and each copy takes a random time of at most 5 ms on a simulated device."""
-    if DEVICE != "sim":
-        yield
-        return
-    device_module.set_seed(1)
-    device_module.set_delays(2500, 2500)
-    try:
-        yield
-    finally:
-        torch.accelerator.synchronize()
-        device_module.set_delays(0, 0)
+    if tiers == "host memory":
+        assert waits == [], "a steady step neither waits for the device nor pins memory"
 
 
 @pytest.mark.parametrize("tiers", ["disk", "both", "host memory"])
@@ -131,10 +115,45 @@ def test_the_defaults_free_memory_although_the_device_is_behind(disk: Path, tier
     options = config(disk, "host memory" if tiers == "both" else tiers)
     if tiers == "both":
         options["tiers"][0]["capacity"] = "48MiB"
-    with late(), OffloadEngine(options) as engine:
-        got, begins, peaks, _ = run(engine, cycles=40_000_000)
+    with delays(1, 2500, 2500), OffloadEngine(options) as engine:
+        got, begins, taken, _ = run(engine, cycles=40_000_000)
     assert torch.equal(got, expected)
     assert begins[1:] == plain_begins[1:], "nothing is kept from one step to the next"
-    told = f"{tiers}: peaks of {[peak // MiB for peak in peaks]} of {SAVED // MiB} MiB"
+    told = f"{tiers}: peaks of {[peak // MiB for peak in taken]} of {SAVED // MiB} MiB"
     # Not the largest: beside other work, a step keeps what it could not write in time.
-    assert min(peaks[1:]) <= 0.35 * SAVED, told
+    assert min(taken[1:]) <= 0.35 * SAVED, told
+
+
+def counted(engine: OffloadEngine | None, scaled: bool) -> dict[str, int]:
+    """Synchronising calls and registrations of host memory in the last step, by any thread."""
+    model = make(32, 2)
+    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3, foreach=True))
+    scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
+    for step in range(8):
+        waiting_calls()
+        loss = loss_of(model, step, rows=2, length=16)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found = waiting_calls()
+        torch.accelerator.synchronize()
+    return found
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("overlap", [None, "off", "commit", "eager"])
+def test_a_steady_step_does_not_wait(disk: Path, overlap: str | None, scaled: bool) -> None:
+    if scaled and overlap == "eager":
+        pytest.skip("an update during backward cannot be scaled after it")
+    expected = counted(None, scaled)
+    section = {"enabled": False} if overlap is None else {"overlap": overlap}
+    config = settings(disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
+    with OffloadEngine(config) as engine:
+        got = counted(engine, scaled)
+    ours = {name: number - expected.get(name, 0) for name, number in got.items()}
+    ours = {name: number for name, number in ours.items() if number > 0}
+    # `commit` reads what its comparisons found, and the factor by which gradients were scaled.
+    allowed = 1 + scaled if overlap == "commit" else 0
+    assert sum(ours.values()) <= allowed, ours

@@ -77,8 +77,9 @@ def test_out_of_memory_in_a_step_that_is_left_out(
     same_with_and_without(partial(around, trouble), config)
 
 
-@pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("where", "error"), [("forward", KeyboardInterrupt), ("backward", Trouble)]
+)
 def test_an_error_in_the_middle_of_a_step(
     disk: Path, where: str, error: type[BaseException]
 ) -> None:
@@ -86,12 +87,8 @@ def test_an_error_in_the_middle_of_a_step(
         raise error
 
     def trouble(model: Any) -> None:
-        block = model.blocks[1]
-        hooks = {
-            "forward": block.register_forward_hook,
-            "backward": block.register_full_backward_hook,
-        }
-        handle = hooks[where](fail)
+        name = f"register_{'full_backward' if where == 'backward' else where}_hook"
+        handle = getattr(model.blocks[1], name)(fail)
         with pytest.raises(error):
             loss_of(model, 99).backward()
         handle.remove()

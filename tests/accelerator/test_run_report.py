@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
-from tests.accelerator.support import BATCH, SIZE, loss_of, make, needs_accelerator
+from tests.accelerator.support import BATCH, SIZE, make, needs_accelerator, train
 from tests.training import settings
 
 pytestmark = needs_accelerator
@@ -23,10 +23,7 @@ def test_saved_tensors_are_in_memory_from_their_save_to_their_use(
     with OffloadEngine(config) as engine:
         net = make(*SIZE)
         optimizer = engine.attach(net, torch.optim.AdamW(net.parameters()))
-        for number in range(steps):
-            loss_of(net, number, **BATCH).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(net, optimizer, range(steps), **BATCH)
         torch.accelerator.synchronize()
         report, profile = engine.report(), engine.profile()
     saved = [span for span in report.timeline if span.lane == "forward"]

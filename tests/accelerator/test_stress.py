@@ -1,13 +1,17 @@
-"""Copies and kernels that are late at random, and buffers that are few: many steps, the same bits.
+"""Copies and kernels that are late at random, few buffers, and two threads: the same bits.
 
 What lies in memory that was freed too early is overwritten meanwhile, so that a stream that does
-not wait for another shows in the numbers.
+not wait for another shows in the numbers. ``make stress`` runs two threads with a thousand seeds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from offload_strategy.torch_support.accelerator import using_stream
 from tests.accelerator.support import (
     DEVICE,
     batch,
+    delays,
     device_module,
     loss_of,
     make,
@@ -30,76 +35,91 @@ from tests.accelerator.support import (
     sleep,
     stir,
 )
-from tests.training import Numbers, attached, gradients, same_with_and_without, settings, weights
+from tests.training import (
+    Numbers,
+    assert_same_history,
+    attached,
+    gradients,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 pytestmark = needs_accelerator
 
 #: A device counts in cycles: about 0.2 ms at most.
 _CYCLES = 400_000
-STEPS = 1000 if DEVICE == "cuda" else 20
+SMALL = {"rows": 2, "length": 16}
+SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
+#: Seeds of one test of threads.
+TOGETHER = 5
 
 
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every third copy begins late."""
     dice = random.Random(0)
-    out, back = CopyEngine.copy_out, CopyEngine.load
 
-    def lag(stream: torch.Stream) -> None:
-        if dice.random() < 0.33:
-            with using_stream(stream):
-                sleep(dice.randrange(_CYCLES))
+    def late(original: Any, direction: int) -> Any:
+        def copy(engine: CopyEngine, *args: Any) -> Any:
+            if dice.random() < 0.33:
+                with using_stream(engine._copying(engine._compute())[direction]):
+                    sleep(dice.randrange(_CYCLES))
+            return original(engine, *args)
 
-    def copy_out(engine: CopyEngine, *args: Any) -> None:
-        lag(engine._copying(engine._compute())[0])
-        out(engine, *args)
+        return copy
 
-    def load(engine: CopyEngine, *args: Any) -> Any:
-        lag(engine._copying(engine._compute())[1])
-        return back(engine, *args)
-
-    monkeypatch.setattr(CopyEngine, "copy_out", copy_out)
-    monkeypatch.setattr(CopyEngine, "load", load)
+    monkeypatch.setattr(CopyEngine, "copy_out", late(CopyEngine.copy_out, 0))
+    monkeypatch.setattr(CopyEngine, "load", late(CopyEngine.load, 1))
     yield
     torch.accelerator.synchronize()
 
 
-def train(engine: OffloadEngine | None) -> list[Numbers]:
-    """Losses of each step, and the weights after every hundredth."""
-    dice = random.Random(1)
-    model = make(32, 2)
-    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
-            module.register_forward_hook(
-                lambda *_: sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
-            )
-    found = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        loss = loss_of(model, step, rows=2, length=16)
-        if step % 5 == 0:
-            stir()
-        loss.backward()
-        if step % 7 == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        numbers = {"loss": loss.detach()}
-        if step % 20 == 19:
-            numbers |= weights(model)
-        found.append(numbers)
-    return found
-
-
+# ---------------------------------------------------------------------- one thread
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
-def test_many_steps_are_the_same(
+def test_many_steps_are_the_same_and_take_no_more_memory(
     disk: Path, late_copies: None, host: str | None, overlap: str
 ) -> None:
+    """Losses of each step, and the weights after every twentieth."""
+    levels = []
+
+    def train(engine: OffloadEngine | None) -> list[Numbers]:
+        dice = random.Random(1)
+        model = make(32, 2)
+        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
+                module.register_forward_hook(
+                    lambda *_: sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
+                )
+        found = []
+        for step in range(1000 if DEVICE == "cuda" else 30):
+            torch.manual_seed(step)
+            loss = loss_of(model, step, **SMALL)
+            if step % 5 == 0:
+                stir()
+            loss.backward()
+            if step % 7 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({"loss": loss.detach()})
+            if step % 20 == 19:
+                found.append(weights(model))
+            if engine is not None and step % 10 == 9:
+                del loss
+                on_disk(engine)
+                torch.accelerator.synchronize()
+                noted = sum(value.nbytes for each in found for value in each.values())
+                levels.append(device_module.memory_allocated() - noted)
+        return found
+
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
     figures = same_with_and_without(train, config)
     assert figures["offload/activations/written_bytes"] > 0
+    assert levels[-1] <= levels[1] + (1 << 20)
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
@@ -109,16 +129,14 @@ def test_two_streams_of_the_users_are_the_same(
     """Forward on one, backward on another, as pipelines do."""
 
     def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make(32, 2)
-        if engine is not None:
-            engine.attach(model)
+        model = make(32, 2, engine=engine)
         one, two = (new_stream(priority) for _ in range(2))
         found = []
         for step in range(50 if DEVICE == "cuda" else 10):
             torch.manual_seed(step)
             one.wait_stream(torch.accelerator.current_stream())
             with using_stream(one):
-                inputs = batch(step, rows=2, length=16)
+                inputs = batch(step, **SMALL)
                 loss = model(inputs).pow(2).mean()
             two.wait_stream(one)
             with using_stream(two):
@@ -132,18 +150,76 @@ def test_two_streams_of_the_users_are_the_same(
     same_with_and_without(run, settings(disk, memory={"pinned": "256KiB"}))
 
 
-def test_device_memory_does_not_grow(disk: Path, late_copies: None) -> None:
-    config = settings(disk, memory={"pinned": "256KiB"})
-    with OffloadEngine(config) as engine:
-        model = make(32, 2)
-        optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
-        levels = []
-        for step in range(30):
-            loss_of(model, step, rows=2, length=16).backward()
+# ---------------------------------------------------------------------- two threads
+def train(model: nn.Module, optimizer: Any, seed: int) -> list[Numbers]:
+    """Three steps on a stream of their own."""
+    device = next(model.parameters()).device
+    dice = random.Random(seed)
+    torch.accelerator.set_device_index(device)
+    found: list[Numbers] = []
+    with using_stream(torch.Stream(device)):
+        for step in range(3):
+            loss = model(batch(step, **SMALL).to(device)).pow(2).mean()
+            sleep(dice.randrange(4_000_000))
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step % 10 == 9:
-                engine._resources.store.wait_for_writes()
-                torch.accelerator.synchronize()
-                levels.append(device_module.memory_allocated(DEVICE))
-        assert levels[2] <= levels[1] + (1 << 20)
+            found.append({"loss": loss.detach()})
+        found.append(weights(model))
+        torch.accelerator.current_stream(device).synchronize()
+    return found
+
+
+def models() -> list[nn.Module]:
+    """Without random numbers, which threads would draw in any order; each on its own device.
+
+    Where there are two devices, autograd has two threads as well.
+    """
+    devices = [f"{DEVICE}:{n % torch.accelerator.device_count()}" for n in range(2)]
+    found = [make(16, 2, seed=n, dropout=False, device=each) for n, each in enumerate(devices)]
+    torch.accelerator.synchronize()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Numbers]]:
+    """Of plain training, of one model after the other."""
+    found = [train(model, AdamW(model.parameters(), 1e-3), 0) for model in models()]
+    torch.accelerator.set_device_index(0)  # other tests run in this thread
+    return found
+
+
+def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
+    """Losses and weights of two models, of two threads; by seed, they have one engine or two."""
+    section = {"overlap": ["commit", "eager", "off"][seed // 2 % 3]}
+    config = settings(disk, "64KiB", optimizer=section, memory={"pinned": "1MiB"})
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(OffloadEngine(config)) for _ in range(1 + seed % 2)]
+        pairs = [
+            (model, engines[n % len(engines)].attach(model, AdamW(model.parameters(), 1e-3)))
+            for n, model in enumerate(models())
+        ]
+        begin = threading.Barrier(2)
+
+        def work(number: int) -> list[Numbers]:
+            begin.wait()
+            return train(*pairs[number], seed + number)
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(work, range(2)))
+        for engine in engines:
+            assert engine.metrics()["offload/activations/step_left_bytes"] > 0
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
+def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], first: int) -> None:
+    for seed in range(first, min(first + TOGETHER, SEEDS)):
+        with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
+            got = train_both(disk, seed)
+        try:
+            for one, other in zip(got, expected, strict=True):
+                assert_same_history(one, other)
+        except AssertionError as error:
+            error.add_note(f"seed {seed}")
+            raise
