@@ -22,7 +22,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.units import format_size
 
 #: The oldest version that the package supports (see pyproject.toml).
-_OLDEST_TORCH = "2.7"
+_OLDEST_TORCH = "2.8"
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
