@@ -186,6 +186,12 @@ def test_limits(found, status):
     assert found.status == status
 
 
+def test_a_torch_that_is_too_old_is_a_problem(monkeypatch):
+    for version, status in (("2.10.0+cpu", OK), ("2.8.0a0+34c6371", OK), ("2.7.1", PROBLEM)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert checks.check_torch().status == status
+
+
 def test_a_backend_that_is_wanted_must_run():
     available = {"posix": None, "kvikio": "no NVIDIA driver"}
     assert [c.status for c in checks.check_backends("auto", available)] == [OK, OK]
