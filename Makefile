@@ -5,6 +5,7 @@
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)
 # make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
 # make bench-quick   the same with tiny models, to see that it runs
+# make compatibility   runs the tests with the oldest and the newest versions of what is required
 # make module-map   writes docs/module_map.md
 # make docs   builds the documentation site into build/site; a broken link or a missing docstring fails it
 # make lint   checks style, format, types and the direction of imports
@@ -17,7 +18,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress module-map docs lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress compatibility module-map docs lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -54,6 +55,20 @@ conformance: $(READY)
 
 stress: $(READY)
 	TEST_ACCELERATOR=sim STRESS_SEEDS=1000 $(PYTEST) tests/accelerator/test_stress.py -k threads $(ARGS)
+
+# Environments of their own, of 8 GB each: those versions of torch come with CUDA.
+COMPATIBILITY_TESTS = tests/activations tests/callbacks tests/checkpoints tests/distributed tests/engine \
+	tests/integrations tests/optimizer tests/weights
+compatibility: $(READY)
+	@for versions in lowest-direct highest; do \
+		python=build/compatibility/$$versions/bin/python; \
+		$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/compatibility/$$versions && \
+		$(BIN)/uv pip install --quiet --python $$python --resolution $$versions setuptools && \
+		$(BIN)/uv pip install --quiet --python $$python --resolution $$versions \
+			--no-build-isolation --editable '.[dev]' && \
+		$(BIN)/uv pip freeze --python $$python | grep -E '^(torch|lightning|accelerate|transformers|trl|peft|pydantic)=' && \
+		$$python -m pytest -n $(WORKERS) --dist worksteal --timeout=300 $(COMPATIBILITY_TESTS) $(ARGS) || exit 1; \
+	done
 
 module-map: $(READY)
 	$(BIN)/python -m tests.module_map

@@ -19,6 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -112,9 +113,11 @@ def _in_map(
 def _storage_ranges(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
     """Return offset and size of every non-empty storage, in the order of their numbers."""
     reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
     ranges = {
-        int(number[1]): (reader.get_record_offset(name), reader.get_record_size(name))
-        for name in reader.get_all_records()
-        if (number := re.fullmatch(r"data/(\d+)", name))
+        int(number[1]): (reader.get_record_offset(number[0]), record.file_size)
+        for record in records
+        if (number := re.search(r"(?<=/)data/(\d+)$", record.filename))
     }
     return [ranges[number] for number in sorted(ranges) if ranges[number][1]]

@@ -177,10 +177,12 @@ def test_gradients_as_values_of_a_function(model, optimizer):
         with torch.no_grad():
             for parameter, slope in zip(model.parameters(), slopes, strict=True):
                 parameter -= 0.1 * slope
-    named: Any = torch.autograd.grad(
-        loss(model), dict(model.named_parameters()), materialize_grads=True
-    )
-    return [*history, {name: slope.clone() for name, slope in named.items()}]
+    inputs: Any = dict(model.named_parameters())
+    if "dict[" not in str(torch.autograd.grad.__annotations__["inputs"]):  # torch before 2.12
+        inputs = list(inputs.values())
+    slopes = torch.autograd.grad(loss(model), inputs, materialize_grads=True)
+    named = slopes.items() if isinstance(slopes, dict) else enumerate(slopes)
+    return [*history, {str(name): slope.clone() for name, slope in named}]
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs of backward"])
