@@ -98,8 +98,8 @@ def _accelerate(combination: Combination, sections: Config) -> Outcome:
     return Outcome(losses, weights_of(net), moved)
 
 
-_OWN_LOOP = Refusal(SCALED_AND_EAGER, r"overlap: commit", "OffloadError")
-_TRAINER = Refusal(SCALED_AND_EAGER, r"loss scaling.*overlap: commit", "ConfigError")
+_OWN_LOOP = Refusal(SCALED_AND_EAGER, r"^OffloadError: .*overlap: commit")
+_TRAINER = Refusal(SCALED_AND_EAGER, r"^ConfigError: .*loss scaling.*overlap: commit")
 _EARLY = "gradients are used before the scaler sees them"
 _WITH_SCALER = (*AXES["precision"], SCALED)
 

@@ -87,13 +87,12 @@ class Refusal:
     """Values that cannot be had together."""
 
     values: Mapping[str, str]  # By axis
-    message: str  # A pattern that the error matches
-    kind: str  # Class of the error
+    error: str  # A pattern that the error's class and message match
 
 
 REFUSED_IN_RANKS = {
     "weights are streamed in one process, or sharded": Refusal(
-        {"client": STREAMED}, r"parameters\.enabled.*train in one process", "ConfigError"
+        {"client": STREAMED}, r"^ConfigError: .*parameters\.enabled.*train in one process"
     )
 }
 SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
@@ -174,11 +173,9 @@ def verdicts(name: str, way: Way, directory: Path) -> dict[Combination, str]:
 
 
 def _refused(error: OffloadError, way: Way) -> str:
-    kind = type(error).__name__
-    for summary, refusal in way.refusals.items():
-        if kind == refusal.kind and re.search(refusal.message, str(error)):
-            return f"refused: {summary}"
-    return f"fails: {kind}: {error}"
+    said = f"{type(error).__name__}: {error}"
+    matching = (text for text, it in way.refusals.items() if re.search(it.error, said, re.DOTALL))
+    return next((f"refused: {summary}" for summary in matching), f"fails: {said}")
 
 
 def config(directory: Path, client: str) -> dict[str, Any]:

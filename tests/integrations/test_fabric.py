@@ -15,6 +15,7 @@ from torch import nn
 from offload_strategy import ConfigError
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import WIDTH, assert_equal, batches, tiny_model
+from tests.integrations.support import OFFLOAD_ALL
 from tests.training import left_bytes
 
 FAMILIES = {
@@ -22,15 +23,11 @@ FAMILIES = {
     "lightning_fabric": "for_standalone_fabric",
 }
 FIRST = "lightning.fabric"
-EVERYTHING: dict[str, Any] = {
-    "mode": "always",
-    "activations": {"min_size": "1KiB", "budget": "100%"},
-}
-EAGER: dict[str, Any] = {**EVERYTHING, "optimizer": {"overlap": "eager"}}
-STREAMED: dict[str, Any] = {**EVERYTHING, "parameters": {"enabled": True, "min_size": "1KiB"}}
+EAGER: dict[str, Any] = {**OFFLOAD_ALL, "optimizer": {"overlap": "eager"}}
+STREAMED: dict[str, Any] = {**OFFLOAD_ALL, "parameters": {"enabled": True, "min_size": "1KiB"}}
 
 
-def offloading(config: Any = EVERYTHING, family: str = FIRST) -> Any:
+def offloading(config: Any = OFFLOAD_ALL, family: str = FIRST) -> Any:
     module = importlib.import_module(f"offload_strategy.integrations.fabric.{FAMILIES[family]}")
     return module.SSDOffloadStrategy(config=config)
 
@@ -77,7 +74,7 @@ class Run:
             assert left_bytes(metrics, client) > 0, client
 
 
-def both(train: Callable[[Any], Run], config: Any = EVERYTHING, **options: Any) -> Run:
+def both(train: Callable[[Any], Run], config: Any = OFFLOAD_ALL, **options: Any) -> Run:
     """Train with and without offload, see that they agree, and return the former."""
     plain = train(make_fabric("auto", **options))
     offloaded = train(make_fabric(offloading(config), **options))
@@ -118,7 +115,7 @@ def test_training_is_identical(precision: str, hints: list[tuple[int, bool]]) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "options"), [(EVERYTHING, {"clip": {"clip_val": 1e-3}}), (EAGER, {})], ids=str
+    ("config", "options"), [(OFFLOAD_ALL, {"clip": {"clip_val": 1e-3}}), (EAGER, {})], ids=str
 )
 def test_clipping_by_value_and_eager_updates_are_identical(config: Any, options: Any) -> None:
     both(lambda fabric: train(fabric, accumulate=3, **options), config=config)
@@ -205,7 +202,7 @@ def test_training_resumes_from_a_checkpoint_with_and_without_offload(
 
 def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "file.ckpt"
-    run = train(make_fabric(offloading({**EVERYTHING, "optimizer": {"enabled": False}})))
+    run = train(make_fabric(offloading({**OFFLOAD_ALL, "optimizer": {"enabled": False}})))
     run.fabric.save(file, {"optimizer": run.optimizer})
     run.fabric.load(file, {"optimizer": run.optimizer})
     before = [s["exp_avg"].clone() for s in run.optimizer.state.values()]

@@ -220,16 +220,14 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
             "parallel_devices": self._devices,
             "cluster_environment": self.cluster_environment,
         }
-        config, ddp = self.config, self._ddp
-        self.__dict__.clear()
-        this.__class__ = self.parallel_class
         try:
-            this.__init__(config, **{**options, **ddp})
+            made = self.parallel_class(self.config, **{**options, **self._ddp})
         except TypeError as error:
             raise ConfigError(
-                f"strategy {self.strategy_name!r}: ddp={ddp!r} is not what DDPStrategy takes: "
-                f"{error}"
+                f"strategy {self.strategy_name!r}: ddp={self._ddp!r} is not what DDPStrategy "
+                f"takes: {error}"
             ) from error
+        this.__class__, this.__dict__ = type(made), made.__dict__
 
     @property
     def root_device(self) -> torch.device:
