@@ -72,7 +72,6 @@ class Run:
 
 def prepare(
     plugin: SSDOffloadPlugin | None = None,
-    optimizer: Any = torch.optim.AdamW,
     accelerator: Accelerator | None = None,
     one_by_one: bool = False,
     **options: Any,
@@ -82,7 +81,7 @@ def prepare(
         accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **options)
     torch.manual_seed(0)
     model = tiny_model()
-    inner = optimizer(model.parameters(), lr=1e-2)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
     if not one_by_one:
         return Run(accelerator, *accelerator.prepare(model, inner, batches(), schedule))
