@@ -22,7 +22,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.units import format_size
 
 #: The oldest version that the package supports (see pyproject.toml).
-_OLDEST_TORCH = (2, 8)
+_OLDEST_TORCH = (2, 10)
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -47,7 +47,7 @@ class Check:
 def check_torch() -> Check:
     """Check the version of torch."""
     version = str(torch.__version__)
-    # A vendor's build of a version to come, such as 2.8.0a0, has what that version has.
+    # A vendor's build of a version to come, such as 2.10.0a0, has what that version has.
     if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _OLDEST_TORCH:
         return Check("torch", OK, version)
     oldest = ".".join(map(str, _OLDEST_TORCH))

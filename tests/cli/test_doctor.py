@@ -187,7 +187,7 @@ def test_limits(found, status):
 
 
 def test_a_torch_that_is_too_old_is_a_problem(monkeypatch):
-    for version, status in (("2.10.0+cpu", OK), ("2.8.0a0+34c6371", OK), ("2.7.1", PROBLEM)):
+    for version, status in (("2.11.0+cpu", OK), ("2.10.0a0+34c6371", OK), ("2.9.1", PROBLEM)):
         monkeypatch.setattr(torch, "__version__", version)
         assert checks.check_torch().status == status
 
