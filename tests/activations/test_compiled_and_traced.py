@@ -101,22 +101,6 @@ def test_one_graph_around_an_attached_model_is_refused_with_advice(engine: Offlo
     compiled(model, fullgraph=True)(noise(4, 8))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_shapes_that_change(engine: OffloadEngine, dynamic: bool | None) -> None:
-    plain, model = network(), network()
-    call = compiled(model, dynamic=dynamic)
-    engine.attach(call)
-    for length in (4, 7, 3, 12, 4):
-        for net, run in ((plain, plain), (model, call)):
-            net.zero_grad()
-            loss = run(noise(length, 8)).pow(2).sum()
-            if net is model:
-                on_disk(engine)
-            loss.backward()
-        assert_same_bits(gradients(model), gradients(plain))
-    assert moved(engine) > 0
-
-
 def test_graphs_that_break(engine: OffloadEngine) -> None:
     torch.manual_seed(0)
     model = Breaks()

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from offload_strategy import OffloadEngine
 from offload_strategy.activations.eligibility import (
     Stays,
     UnsupportedTensors,
     why_it_stays,
 )
 from offload_strategy.weights.parameter_registry import ParameterRegistry
-from tests.activations.support import Calls, X, compare, noise, written
-from tests.training import on_disk, saved_storages
+from tests.activations.support import noise
 
 
 class Quantized(torch.Tensor):
@@ -220,52 +218,3 @@ def test_what_stays_is_counted_and_each_kind_named_once(
     assert "test_eligibility.Quantized (68 B) stays in memory" in said[0]
     assert "torch.sparse_coo" in said[1]
     assert "torch.sparse_csr" in said[2]
-
-
-# ---------------------------------------------------------------------- whole passes
-def test_nothing_of_a_quantized_base_leaves(engine: OffloadEngine) -> None:
-    """Adapters beside frozen weights in eight bits, as fine-tuning on small devices does."""
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-            ctx.save_for_backward(weight, weight.integers, weight.scale, weight.t())
-            return x @ weight.plain()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            weight, integers, scale, turned = ctx.saved_tensors
-            assert type(weight) is type(turned) is Quantized
-            return grad @ (integers * scale).t(), None
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.base = nn.Parameter(Quantized.of(torch.randn(8, 8)), requires_grad=False)
-            self.down, self.up = nn.Linear(8, 2), nn.Linear(2, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Linear.apply(x, self.base) + self.up(self.down(x))
-
-    model = Adapted()
-    compare(engine, model, lambda: model(noise(4, 8).requires_grad_()).pow(2).sum())
-    # Twice each: the input, what the adapter makes of it, and the output.
-    assert sorted(set(written(engine))) == [4 * 2 * 4, 4 * 8 * 4]
-
-
-def test_weights_of_a_model_that_is_not_attached_stay_in_a_scope(engine: OffloadEngine) -> None:
-    model, other = Calls(lambda w: (X @ w).exp()), nn.Linear(8, 8)
-    engine.attach(model)
-
-    def run() -> torch.Tensor:
-        return other(model()).pow(2).sum()
-
-    with engine.forward():
-        loss = run()
-    on_disk(engine)
-    sizes = written(engine)
-    loss.backward()
-    engine.detach_model(model)
-    kept_out = [*model.parameters(), *other.parameters()]
-    assert sizes == sorted(s.nbytes() for s in saved_storages(run, kept_out))

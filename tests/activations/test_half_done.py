@@ -206,22 +206,6 @@ def _press_ctrl_c() -> None:
     time.sleep(_PATIENCE_SECONDS)  # until the handler raises
 
 
-def _time_out() -> None:
-    def handler(number: int, frame: Any) -> None:
-        raise TimeoutError("of the user's own")
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        time.sleep(_PATIENCE_SECONDS)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def _too_deep() -> None:
-    _too_deep()
-
-
 #: Where it fails, and how. The rest of the name is what the step was doing.
 FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
     **{
@@ -236,11 +220,6 @@ FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
         )
     },
     **{
-        f"{kind.__name__}: {place}": (kind, place, _raise(kind))
-        for kind in (SystemExit, GeneratorExit)
-        for place in ("middle of the model", "backward", "transform")
-    },
-    **{
         f"Ctrl-C: {place}": (KeyboardInterrupt, place, _press_ctrl_c)
         for place in (
             "first module", "pack of nested hooks", "region", "transform", "loss", "between, 1",
@@ -248,9 +227,6 @@ FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
             "step pre-hook",
         )
     },
-    "a timeout: middle of the model": (TimeoutError, "middle of the model", _time_out),
-    "a timeout: backward": (TimeoutError, "backward", _time_out),
-    "endless recursion: hook of the model": (RecursionError, "hook of the model", _too_deep),
 }  # fmt: skip
 
 
@@ -265,10 +241,10 @@ def fail_at(place: str, fault: Callable[[], Any], kind: type[BaseException]) -> 
     return way
 
 
-def fail_in_a_scope(training: Training, kind: type[BaseException]) -> None:
+def _fail_in_a_scope(training: Training) -> None:
     assert training.engine is not None
-    arm("loss", _raise(kind))
-    with pytest.raises(kind), training.engine.forward():
+    arm("loss", _raise(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), training.engine.forward():
         training.loss(next(training.batches(99)))
 
 
@@ -330,8 +306,7 @@ WAYS: dict[str, Callable[[Training], None]] = {
     "recompute in flight": _fails_in_flight("region, again", [1, 2, 0]),
     "thread dies in forward": _thread_dies("middle of the model"),
     "thread dies in backward": _thread_dies("backward"),
-    "error in a scope": lambda training: fail_in_a_scope(training, Failure),
-    "KeyboardInterrupt in a scope": lambda training: fail_in_a_scope(training, KeyboardInterrupt),
+    "error in a scope": _fail_in_a_scope,
     "exception is kept": _exception_that_holds_the_graph,
 }
 
@@ -367,10 +342,9 @@ def test_after(way: str, engine: OffloadEngine, expected: Numbers) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-@pytest.mark.parametrize("host", ["2KiB", "1MiB"])
-def test_one_after_the_other(disk: Path, host: str, expected: Numbers) -> None:
-    """All of them in one process on one engine, with a host tier that is too small or not."""
-    with activations_only(disk, host=host) as engine:
+def test_one_after_the_other(disk: Path, expected: Numbers) -> None:
+    """All of them in one process on one engine, with a host tier that is too small."""
+    with activations_only(disk, host="2KiB") as engine:
         training = Training(engine)
         training.step(0)
         for way in WAYS.values():

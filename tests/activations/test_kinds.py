@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
@@ -135,34 +134,3 @@ def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
     model = Calls(lambda w: FUNCTIONS[name](w).sum() + (X @ w).exp().sin().sum())
     compare(engine, model, lambda: model())
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-    "a module that calls itself": lambda: _Recursive(),
-}
-
-
-class _Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
-        x = torch.tanh(self.layer(x))
-        return x if depth == 0 else self(x, depth - 1) * x
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_the_same_through(name: str, engine: OffloadEngine) -> None:
-    torch.manual_seed(0)
-    model, x = LAYERS[name](), noise(3, 8).requires_grad_()
-    buffers = {key: value.clone() for key, value in model.named_buffers()}
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        for key, value in model.named_buffers():
-            value.copy_(buffers[key])
-        return model(x).pow(2).sum(), x
-
-    compare(engine, model, step)

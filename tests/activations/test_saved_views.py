@@ -107,16 +107,6 @@ def test_a_small_view_does_not_drag_its_large_storage_along(engine: OffloadEngin
     loss.backward()
 
 
-def test_what_is_expanded_is_written_at_its_real_size(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: ((X @ w)[0].exp().expand(1000, 8) * w.repeat(125, 1)).sum())
-    engine.attach(model)
-    loss = model()
-    on_disk(engine)
-    # The row, saved by exp and expanded by the product; x; and what was repeated in memory.
-    assert written(engine) == [8 * 4, 8 * 8 * 4, 8000 * 4]
-    loss.backward()
-
-
 @pytest.mark.parametrize(
     ("options", "leave"),
     [

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,14 +22,11 @@ from tests.training import (
 )
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The order of the forward and backward passes of a step.
+class Schedule(NamedTuple):
+    """Forward and backward passes of a step.
 
-    Args:
-        microbatches: how many of each.
-        forwards_first: run all forward passes before any backward pass; the backward passes then
-            run in the same order in one step and in the reverse order in the next.
+    If all forward passes come first, backward passes run in the same order in one step and in the
+    reverse order in the next.
     """
 
     microbatches: int = 1
@@ -55,16 +51,10 @@ def train(
     between: Callable[[], None] = lambda: None,
     hint: Callable[[int, bool], None] = lambda index, last: None,
 ) -> list[Numbers]:
-    """Losses and gradients of each step, and the weights after them.
+    """Losses and gradients of each step with AdamW, and the weights after them.
 
-    Args:
-        model: what is trained, with AdamW.
-        batch_of: data by number.
-        schedule: order of the passes.
-        steps: how many.
-        forward: computes the loss of a batch; random numbers are seeded before it.
-        between: called between forward and backward passes.
-        hint: called before each forward pass with its number and whether it is the step's last.
+    Random numbers are seeded before each `forward`; `between` is called between forward and
+    backward passes, and `hint` before a forward pass, with its number and whether it is the last.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     count = schedule.microbatches

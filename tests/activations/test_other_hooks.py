@@ -1,4 +1,4 @@
-"""Precisions, hooks of the user's own, and calls that are not one plain call."""
+"""Hooks of the user's own around a model and inside of it, and calls without gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
 from tests.activations.support import Calls, X, compare, noise, with_gradients
@@ -19,13 +18,9 @@ from tests.training import (
     Numbers,
     activations_only,
     assert_same_bits,
-    assert_same_history,
-    backward_history,
     gradients,
     moved,
     on_disk,
-    settings,
-    weights,
 )
 
 
@@ -38,56 +33,6 @@ def network() -> nn.Module:
 
 def batch(step: int) -> torch.Tensor:
     return noise(6, 8, seed=step)
-
-
-# ---------------------------------------------------------------------- precision
-@pytest.mark.parametrize("caches", [True, False])
-def test_three_steps_are_the_same_under_autocast(disk: Path, caches: bool) -> None:
-    def history(model: nn.Module, **options: Any) -> list[Numbers]:
-        def loss_of(step: int) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
-                return model(batch(step)).pow(2).sum()
-
-        return backward_history(model, loss_of, **options)
-
-    expected = history(network())
-    model = network()
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        assert_same_history(history(model, between=lambda: on_disk(engine)), expected)
-        assert moved(engine) > 0
-
-
-@pytest.mark.parametrize("offloads_states", [False, True])
-def test_loss_scaling_skips_and_grows_as_before(disk: Path, offloads_states: bool) -> None:
-    """One step in five overflows: it is skipped, and the scale halves."""
-
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = network()
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        if engine is not None:
-            wrapped = engine.attach(model, optimizer if offloads_states else None)
-            optimizer = wrapped or optimizer
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        history = []
-        for step in range(5):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            with torch.autocast("cpu", torch.float16):
-                loss = model(batch(step)).float().pow(2).mean()
-            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            history.append(
-                {"scale": torch.tensor(scaler.get_scale()), "loss": loss.detach(), **weights(model)}
-            )
-        return history
-
-    expected = run(None)
-    assert [float(step["scale"]) for step in expected] == [64, 128, 64, 64, 128]
-    with OffloadEngine(settings(disk)) as engine:
-        assert_same_history(run(engine), expected)
-        assert moved(engine) + moved(engine, verb="forwarded") > 0
 
 
 # ---------------------------------------------------------------------- hooks around ours
@@ -251,41 +196,3 @@ def test_part_of_a_batch_without_gradients(engine: OffloadEngine, how: str) -> N
         return (model(x[:3]) - target).pow(2).sum()
 
     compare(engine, model, step)
-
-
-@pytest.mark.parametrize("moment", ["between forward and backward", "inside of the model"])
-def test_evaluation_during_training(engine: OffloadEngine, moment: str) -> None:
-    torch.manual_seed(0)
-    norm = nn.BatchNorm1d(8)
-
-    def evaluate(model: nn.Module) -> None:
-        model.eval()
-        with torch.no_grad():
-            norm(noise(4, 8))
-        model.train()
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        y = norm(X @ w)
-        if moment == "inside of the model":
-            evaluate(model)
-        return norm(y.exp()).sin().sum()
-
-    model = Calls(function)
-    model.norm = norm
-    state = {name: value.clone() for name, value in norm.state_dict().items()}
-
-    def step() -> torch.Tensor:
-        norm.load_state_dict(state)
-        loss = model()
-        if moment == "between forward and backward":
-            evaluate(model)
-        return loss
-
-    compare(engine, model, step)
-
-
-def test_frozen_layers_and_layers_that_thaw(engine: OffloadEngine) -> None:
-    model, x = network(), batch(0)
-    for frozen in (True, False, True):
-        model[0].requires_grad_(not frozen)
-        compare(engine, model, lambda: F.mse_loss(model(x), x))
