@@ -10,6 +10,8 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,7 +33,6 @@ class DeviceTimes:
         self._used: list[torch.Event] = []
         #: (number of uses before it, begin, end) of each time in which the device waited for bytes.
         self._waits: list[tuple[int, torch.Event, torch.Event]] = []
-        self._begun: torch.Event | None = None
 
     def _event(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
@@ -46,15 +47,12 @@ class DeviceTimes:
         """Record the first use of an item."""
         self._used.append(self._event())
 
-    def wait_begins(self) -> None:
-        """Record that the compute stream is about to need bytes."""
-        self._begun = self._event()
-
-    def wait_ended(self) -> None:
-        """Record that the compute stream has the bytes."""
-        if self._begun is not None:
-            self._waits.append((len(self._used), self._begun, self._event()))
-            self._begun = None
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Record when the compute stream needs bytes, and when it has them."""
+        begun = self._event()
+        yield
+        self._waits.append((len(self._used), begun, self._event()))
 
     @property
     def over(self) -> bool:

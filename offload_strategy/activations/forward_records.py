@@ -65,7 +65,8 @@ class Trace:
     #: after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
-    #: Whether an accelerator computes the pass, and its events if the pass is timed by it.
+    #: Whether an accelerator computes the pass, and its events if the pass is timed by it; see
+    #: [Note: clocks].
     on_device: bool = False
     device_times: DeviceTimes | None = None
     _storages: list[StorageReference] = field(default_factory=list)
@@ -81,8 +82,7 @@ class Trace:
 
     def prefix_with(self, tensor: torch.Tensor) -> int:
         """Return the hash of the pass with this tensor as its next item."""
-        before = self.prefixes[-1] if self.prefixes else 0
-        return hash((before, tensor.ndim, tensor.dtype))
+        return hash((self.signature, tensor.ndim, tensor.dtype))
 
     @property
     def complete(self) -> bool:
@@ -98,11 +98,6 @@ class Trace:
     def computing_seconds(self) -> float:
         """Seconds from the start of the forward pass to the last use, without waits."""
         return max(0.0, self.seconds - self.held - self.waited)
-
-    def computed_by(self, device: torch.device, *, timed: bool) -> None:
-        """Record that an accelerator computes this pass; see [Note: clocks]."""
-        self.on_device = True
-        self.device_times = DeviceTimes(device) if timed else None
 
     def saved(self, prefix: int, nbytes: int) -> int:
         """Record a new item with its `prefix_with`, and return its number."""
@@ -210,11 +205,8 @@ class SavedItem:
     @property
     def has_pending_views(self) -> bool:
         """Whether a view exists that was never unpacked."""
-        for reference in self.views:
-            view = reference()
-            if view is not None and not view.unpacked:
-                return True
-        return False
+        views = (reference() for reference in self.views)
+        return any(view is not None and not view.unpacked for view in views)
 
     @property
     def still_to_load(self) -> bool:

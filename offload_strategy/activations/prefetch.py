@@ -17,8 +17,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, deque
+from contextlib import nullcontext
 from timeit import default_timer as perf_counter
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -51,9 +52,6 @@ _MOST_IDLE_TIMES = 65536
 #: Number of distances by which the next pass is looked up, and of such rows.
 _DISTANCES = 8
 _MOST_FOLLOWING = 4096
-
-_K = TypeVar("_K")
-_T = TypeVar("_T")
 
 
 class UseOrderHistory:
@@ -109,7 +107,7 @@ class UseOrderHistory:
         return self._following.get((trace.signature,)) if known is None else known
 
 
-def _remember(book: OrderedDict[_K, _T], key: _K, value: _T, most: int) -> None:
+def _remember(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
     book[key] = value
     book.move_to_end(key)
     while len(book) > most:
@@ -196,16 +194,13 @@ class Prefetcher:
                 self._store.prefetch(ticket)  # before prefetches
             # The wait for this item leaves time for that.
             self._fetch_ahead(item)
-        if trace.device_times is not None:
-            trace.device_times.wait_begins()
         begin = perf_counter()
-        payload = self._store.get(ticket) if item.cached is None else item.cached
-        self._store.evict(ticket)
+        with nullcontext() if trace.device_times is None else trace.device_times.wait():
+            payload = self._store.get(ticket) if item.cached is None else item.cached
+            self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
         item.cached = payload if item.has_pending_views else None
         waited = perf_counter() - begin
-        if trace.device_times is not None:
-            trace.device_times.wait_ended()
         if absent and waited > _WORTH_SECONDS:
             self.late_loads += 1
             self._margin = min(_MOST_MARGIN, 1.3 * self._margin)

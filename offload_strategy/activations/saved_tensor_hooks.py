@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget
-from offload_strategy.activations.device_times import is_timed
+from offload_strategy.activations.device_times import DeviceTimes, is_timed
 from offload_strategy.activations.eligibility import (
     ByteRange,
     UnsupportedTensors,
@@ -264,8 +264,8 @@ class ActivationOffload:
         prefix = trace.prefix_with(tensor)
         device = tensor.device
         if not trace.sizes and is_asynchronous(device):
-            trace.computed_by(device, timed=is_timed(record.serial))
-            self._writes.on_device = True
+            trace.on_device = self._writes.on_device = True
+            trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
         idle, saved_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)

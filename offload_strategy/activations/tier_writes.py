@@ -169,7 +169,7 @@ class TierWrites:
         self._store.pool.keep_idle(0)
 
     def _stalled_seconds(self) -> float:
-        return self._store.recorder.stall_seconds(_CLIENT)
+        return self._store.recorder.stall_seconds[_CLIENT]
 
     def rate(self, *, write: bool) -> float | None:
         """Return the bytes per second of all paths together, or None if unknown."""

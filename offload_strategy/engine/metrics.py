@@ -41,14 +41,14 @@ class Metrics:
         for client in CLIENTS:
             prefix = f"offload/{client}"
             for verb in ("written", "read", "forwarded"):
-                metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes(client, verb))
-            metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds(client)
+                metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes[client, verb])
+            metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds[client]
         for name, used_bytes in resources.tier_used_bytes().items():
             prefix = f"offload/tier/{name}"
             metrics[f"{prefix}/used_bytes"] = float(used_bytes)
             metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
             metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
-            metrics[f"{prefix}/queued_seconds"] = recorder.queue_seconds(name)
+            metrics[f"{prefix}/queued_seconds"] = recorder.queue_seconds[name]
         for name, value in activations.items():
             metrics[f"offload/activations/{name}"] = value
         for name in ("speculated_steps", "redone_steps"):
@@ -71,7 +71,7 @@ class Metrics:
         for tier in self._config.tiers:
             if tier.endurance_tbw is None or tier.name in self._warned:
                 continue
-            written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+            written = self._recorder.tier_bytes[tier.name, Direction.WRITE]
             rated = tier.endurance_tbw * 1e12
             if written < tier.endurance_share * rated:
                 continue
@@ -95,7 +95,7 @@ class Metrics:
         written, years = 0, math.inf
         for tier in self._config.tiers:
             if tier.kind == "ssd":
-                tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+                tier_written = self._recorder.tier_bytes[tier.name, Direction.WRITE]
                 written += tier_written
                 if tier.endurance_tbw is not None and tier_written:
                     years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))

@@ -289,7 +289,7 @@ class OffloadEngine(EngineReports):
         if self._choice.limit.nbytes is not None:
             return
         moved = sum(
-            self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
+            self._recorder.client_bytes["activations", verb] for verb in ("written", "forwarded")
         )
         moved += self._optimizers.state_bytes
         on_device = has_memory_statistics(self._device)

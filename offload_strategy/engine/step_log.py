@@ -100,17 +100,17 @@ class StepLog:
         if self._sums and self._sums[-1][0] == self._passes:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder
-        reads = recorder.read_stall_seconds("activations")
+        reads = recorder.read_stall_seconds["activations"]
         sums = StepFigures(
             step_seconds=perf_counter(),
             computing_seconds=0.0,
             update_seconds=sum(optimizer.timings.seconds for optimizer in self._optimizers),
             read_wait_seconds=reads,
-            room_wait_seconds=recorder.stall_seconds("activations") - reads,
-            update_wait_seconds=recorder.stall_seconds("optimizer"),
-            read_bytes=sum(recorder.client_bytes(one, "read") for one in _MOVED),
-            written_bytes=sum(recorder.client_bytes(one, "written") for one in _MOVED),
-            weight_wait_seconds=recorder.stall_seconds("parameters"),
+            room_wait_seconds=recorder.stall_seconds["activations"] - reads,
+            update_wait_seconds=recorder.stall_seconds["optimizer"],
+            read_bytes=sum(recorder.client_bytes[one, "read"] for one in _MOVED),
+            written_bytes=sum(recorder.client_bytes[one, "written"] for one in _MOVED),
+            weight_wait_seconds=recorder.stall_seconds["parameters"],
         )
         self._sums.append((self._passes, sums))
 

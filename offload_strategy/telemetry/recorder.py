@@ -84,11 +84,15 @@ class Recorder:
         self.moves: deque[MoveRecord] = deque(maxlen=_KEPT_RECORDS)
         self.stalls: deque[StallRecord] = deque(maxlen=_KEPT_RECORDS)
         self._lock = threading.Lock()
-        self._client_bytes: dict[tuple[str, str], int] = defaultdict(int)
-        self._tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
-        self._stall_seconds: dict[str, float] = defaultdict(float)
-        self._read_stall_seconds: dict[str, float] = defaultdict(float)
-        self._queue_seconds: dict[str, float] = defaultdict(float)
+        #: Bytes so far: "written", "read" or "forwarded" for a client, and by tier.
+        self.client_bytes: dict[tuple[str, str], int] = defaultdict(int)
+        self.tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
+        #: Seconds for which training waited for a client's transfers, and of these those that were
+        #: for reads; the others were for memory.
+        self.stall_seconds: dict[str, float] = defaultdict(float)
+        self.read_stall_seconds: dict[str, float] = defaultdict(float)
+        #: Total queueing time of a tier's finished transfers.
+        self.queue_seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[tuple[str, Direction], _BusyClock] = defaultdict(_BusyClock)
         self._any_busy = _BusyClock()
 
@@ -108,55 +112,30 @@ class Recorder:
             if completed:
                 self.moves.append(record)
                 verb = "written" if record.direction is Direction.WRITE else "read"
-                self._client_bytes[record.client, verb] += record.nbytes
-                self._tier_bytes[record.tier, record.direction] += record.nbytes
-                self._queue_seconds[record.tier] += record.started_at - record.queued_at
+                self.client_bytes[record.client, verb] += record.nbytes
+                self.tier_bytes[record.tier, record.direction] += record.nbytes
+                self.queue_seconds[record.tier] += record.started_at - record.queued_at
 
     def forwarded(self, client: str, nbytes: int) -> None:
         """Count bytes that were returned from memory because their write had not ended."""
         with self._lock:
-            self._client_bytes[client, "forwarded"] += nbytes
+            self.client_bytes[client, "forwarded"] += nbytes
 
     def stalled(self, client: str, since: float, *, reading: bool = False) -> None:
         """Count the time since `since` as a stall, for a read (`reading`) or for memory."""
         now = perf_counter()
         with self._lock:
-            self._stall_seconds[client] += now - since
+            self.stall_seconds[client] += now - since
             if reading:
-                self._read_stall_seconds[client] += now - since
+                self.read_stall_seconds[client] += now - since
             if now - since > _WORTH_A_RECORD_SECONDS:
                 self.stalls.append(StallRecord(client, since, now))
-
-    def client_bytes(self, client: str, verb: str) -> int:
-        """Return the bytes `written`, `read` or `forwarded` for a client so far."""
-        with self._lock:
-            return self._client_bytes[client, verb]
-
-    def tier_bytes(self, tier: str, direction: Direction) -> int:
-        """Return the bytes transferred to or from a tier so far."""
-        with self._lock:
-            return self._tier_bytes[tier, direction]
-
-    def stall_seconds(self, client: str) -> float:
-        """Return the seconds for which training waited for a client's transfers so far."""
-        with self._lock:
-            return self._stall_seconds[client]
-
-    def read_stall_seconds(self, client: str) -> float:
-        """Return the seconds of these that were for reads; the others were for memory."""
-        with self._lock:
-            return self._read_stall_seconds[client]
-
-    def queue_seconds(self, tier: str) -> float:
-        """Return the total queueing time of a tier's finished transfers in seconds."""
-        with self._lock:
-            return self._queue_seconds[tier]
 
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
         """Return GB/s while the path was busy in that direction; 0 if never."""
         with self._lock:
             seconds = self._busy[tier, direction].seconds(perf_counter())
-            return self._tier_bytes[tier, direction] / seconds / 1e9 if seconds > 0 else 0.0
+            return self.tier_bytes[tier, direction] / seconds / 1e9 if seconds > 0 else 0.0
 
     def busy_seconds(self) -> float:
         """Return the seconds in which any transfer was in flight."""
@@ -166,6 +145,5 @@ class Recorder:
     def hidden_share(self) -> float:
         """Return the share of transfer time without stalls, 0 to 1 (1 without transfers)."""
         busy = self.busy_seconds()
-        with self._lock:
-            stalled = sum(self._stall_seconds.values())
+        stalled = sum(tuple(self.stall_seconds.values()))
         return 1.0 if busy <= 0 else min(1.0, max(0.0, 1.0 - stalled / busy))

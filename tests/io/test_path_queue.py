@@ -118,7 +118,7 @@ def test_a_cancelled_move_ends_when_its_blocks_in_flight_have(
     assert move.state is MoveState.CANCELLED
     assert not backend.waiting
     # A cancelled move does not count as moved.
-    assert recorder.client_bytes("activations", "written") == 0
+    assert recorder.client_bytes["activations", "written"] == 0
     assert recorder.busy_seconds() > 0
 
 
@@ -135,7 +135,7 @@ def test_after_an_error_no_further_block_of_the_move_begins(
     assert ended == [move]
     assert order(manual) == [10]
     assert other.state is MoveState.DONE
-    assert recorder.client_bytes("activations", "written") == PAGE_BYTES
+    assert recorder.client_bytes["activations", "written"] == PAGE_BYTES
 
 
 def test_a_backend_that_refuses_blocks_fails_all_queued_moves(

@@ -115,7 +115,7 @@ class Rig:
                 os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
 
     def count(self, verb: str) -> int:
-        return self.recorder.client_bytes(CLIENT, verb)
+        return self.recorder.client_bytes[CLIENT, verb]
 
     def hurried(self) -> threading.Event:
         """An event that is set when somebody waits for a load."""

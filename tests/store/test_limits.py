@@ -41,7 +41,7 @@ def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
     assert not second.done()
     rig.complete()
     assert second.result(30).state is not TicketState.FREED
-    assert rig.recorder.stall_seconds("activations") > 0.02
+    assert rig.recorder.stall_seconds["activations"] > 0.02
     rig.complete()
 
 

@@ -122,7 +122,7 @@ def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeR
         rig.backend.complete()
     assert torch.equal(reading.result(30), noise(2 * PAGE, seed=2))
     assert [ticket.state for ticket in tickets[:2]] == [TicketState.LOADING] * 2
-    assert rig.recorder.stall_seconds("activations") > 0
+    assert rig.recorder.stall_seconds["activations"] > 0
     rig.complete()
 
 
