@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Optimizer, SparseAdam
 
 
 class Lion(Optimizer):
@@ -291,14 +291,9 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
         r"their states \(total\)",
     ),
     "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
-    "has no rate for a group": (
-        lambda params: AdamW([{"params": params[:1]}, {"params": params[1:], "lr": None}]),
-        "failed on two small",
-    ),
     "needs a closure": (NeedsClosure, "needs a closure"),
     "wraps another": (Wrapping, r"wraps another optimizer \(base\); attach that one"),
     "has sparse gradients only": (SparseAdam, "failed on two small"),
-    "projects large matrices": (twisted(_when(_is_matrix, _noise)), "draws random numbers"),
     "couples large matrices": (twisted(_when(_is_matrix, _coupled)), "when others are there"),
     "draws from step 3 on": (twisted(_when(lambda p, n: n >= 3, _noise)), "draws random numbers"),
     "couples from step 30 on": (

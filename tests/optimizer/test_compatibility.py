@@ -181,16 +181,6 @@ def _decay_gradients(o: Any, g: Any, p: torch.Tensor, s: Any) -> None:
     p.grad.add_(p, alpha=0.1)  # type: ignore[union-attr]
 
 
-def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
-    makes: dict[Callable[[Any], Optimizer], bool] = {
-        twisted(_decay_gradients): True,
-        SGD: False,
-        AdamW: False,
-    }
-    for make, changes in makes.items():
-        assert check_supported(make(_parameters((3, 3)))).changes_gradients is changes
-
-
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 def test_an_update_may_change_gradients(overlap: str, disk: Path) -> None:
     make = twisted(_decay_gradients)
@@ -255,13 +245,13 @@ def test_random_numbers_of_other_threads_are_no_reason_to_stop(disk: Path) -> No
             torch.rand(10)
 
     plain, parameters = _parameters((30, 40), (4,)), _parameters((30, 40), (4,))
-    expected = _train(AdamW(plain), plain, 20)
+    expected = _train(AdamW(plain), plain, 8)
     thread = threading.Thread(target=draw)
     thread.start()
     try:
         with OffloadEngine(settings(disk)) as engine:
             optimizer = engine.attach(None, AdamW(parameters))
-            assert_same_bits(_train(optimizer, parameters, 20), expected)
+            assert_same_bits(_train(optimizer, parameters, 8), expected)
             assert moved(engine, "optimizer") > 0
     finally:
         over.set()

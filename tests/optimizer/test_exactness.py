@@ -248,16 +248,6 @@ def _some_inputs_only(run: Run) -> None:
         run.step()
 
 
-def _gradients_by_hand(run: Run) -> None:
-    for number in range(4):
-        run.optimizer.zero_grad()
-        trained = [p for p in run.model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(loss_of(run.model, number), trained, allow_unused=True)
-        for parameter, grad in zip(trained, grads, strict=True):
-            parameter.grad = grad
-        run.step()
-
-
 def _checkpointed(reentrant: bool, outside: bool = False) -> Callable[[Run], None]:
     from torch.utils.checkpoint import checkpoint
 
@@ -385,7 +375,6 @@ SCRIPTS: dict[str, Callable[[Run], None]] = {
     "wrong hints": _wrong_hints,
     "gradients in one buffer": _flat_gradients,
     "gradients of some parameters": _some_inputs_only,
-    "gradients set by hand": _gradients_by_hand,
     "reentrant checkpoints": _checkpointed(True),
     "reentrant checkpoints of parameters that are used outside as well": _checkpointed(True, True),
     "non-reentrant checkpoints": _checkpointed(False),

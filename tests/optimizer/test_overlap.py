@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import AdamW
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.subgroup_update import Updater
-from tests.optimizer.runs import Run, adamw, loss_of, offloading, snapshot, steps
+from tests.optimizer.runs import Run, adamw, offloading, snapshot, steps
 from tests.training import assert_same_bits
 
 
@@ -115,28 +114,15 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- eager
-def _scale_a_loss(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(loss_of(run.model, 1))
-    scaler.step(run.optimizer)
-
-
-#: `gradients/test_consumed.py` has the operators.
-REFUSED: dict[str, Callable[[Run], object]] = {
-    "a loss scaler": _scale_a_loss,
-    "a second backward": lambda run: run.backward(1),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_gradients_that_were_used_are_refused_from_the_first_step(name: str, disk: Path) -> None:
+#: `gradients/test_consumed.py` has the operators, that of loss scalers among them.
+def test_gradients_that_were_used_are_refused_from_the_first_step(disk: Path) -> None:
     with offloading(disk, "eager") as engine:
         run = Run(adamw, engine)
         run.backward(0)
         assert "consumed" in repr(run.model.first.weight.grad)
         weights = [p.detach().clone() for p in run.model.parameters()]
         with pytest.raises(OffloadError, match=r"optimizer\.overlap: commit"):
-            REFUSED[name](run)
+            run.backward(1)
         assert all(map(torch.equal, weights, run.model.parameters()))
 
 

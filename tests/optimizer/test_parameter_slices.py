@@ -13,8 +13,6 @@ from torch import nn
 from torch.optim import Adafactor, Optimizer
 
 from offload_strategy.optimizer.states.parameter_slices import (
-    ParameterSlice,
-    join_states,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import Precision
@@ -54,31 +52,6 @@ def test_parameters_without_contiguous_rows_stay_whole(parameter: torch.Tensor) 
     (param_slice,) = slice_parameter(parameter, 10)
     assert param_slice.rows is None
     assert param_slice.values is parameter
-
-
-def test_states_are_sliced_and_joined() -> None:
-    parameter = torch.zeros(200, 64)
-    slices = slice_parameter(parameter, 64 * 60)
-    assert len(slices) > 2
-    state = {"step": torch.tensor(3.0), "average": torch.randn(200, 64), "kind": "x"}
-    cut = [param_slice.slice_state(state) for param_slice in slices]
-    assert len({id(each["step"]) for each in cut}) == len(slices)
-    whole = join_states(slices, cut)
-    assert whole.keys() == state.keys()
-    assert torch.equal(whole["average"], state["average"])
-    assert torch.equal(whole["step"], state["step"])
-    assert whole["kind"] == "x"
-
-
-def test_a_slice_sees_changes_of_its_parameter() -> None:
-    parameter = nn.Parameter(torch.zeros(128, 2))
-    param_slice = ParameterSlice(parameter, (64, 128))
-    version = parameter._version
-    with torch.no_grad():
-        param_slice.values.fill_(1)
-    assert parameter[:64].sum() == 0
-    assert parameter[64:].sum() == 128
-    assert parameter._version > version
 
 
 def _whole_norm(o: Any, g: Any, p: Any, s: Any) -> Any:

@@ -246,25 +246,6 @@ def test_state_bytes(weights: torch.dtype, precision: Precision, per_element: in
 
 
 # ---------------------------------------------------------------------- checkpoints
-@pytest.mark.parametrize("from_plain", [True, False])
-def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, disk: Path) -> None:
-    first = Run(adamw)
-    with offloading(disk, optimizer=BFLOAT16) as engine:
-        second = Run(adamw, engine)
-        source, target = (first, second) if from_plain else (second, first)
-        _train(source)
-        target.optimizer.load_state_dict(source.optimizer.state_dict())
-        given, taken = (of(run.model, run.optimizer) for run in (source, target))
-    assert given.keys() == taken.keys()
-    for name, value in given.items():
-        if ".state0." not in name:
-            continue
-        assert taken[name].dtype == value.dtype
-        # Values without dimensions stay in memory as they are.
-        rounded = value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
-        assert torch.equal(taken[name], rounded)
-
-
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Adam foreach amsgrad", "SGD momentum"])

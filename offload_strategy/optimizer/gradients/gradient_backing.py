@@ -138,7 +138,7 @@ def has_overflow(tensor: torch.Tensor) -> bool:
 class GradientBacking:
     """The values of one gradient, shared by all `OffloadedGradient`s that are aliases.
 
-    The source has the values, in the shape, strides and dtype of `like`, on any device.
+    The source has the values, in the shape, strides and dtype of `like`, on its device.
     """
 
     def __init__(self, source: GradientSource, like: torch.Tensor) -> None:
@@ -241,14 +241,13 @@ class GradientBacking:
 
     def _load(self) -> tuple[torch.Tensor, bool]:
         """The source's values on the gradient's device, and whether it shares them."""
-        source, device = self._source, self.metadata.device
-        if isinstance(source, torch.Tensor) and source.device == device:
+        source = self._source
+        if isinstance(source, torch.Tensor):
             return source, True
         with outside_inference_mode():
             if source is None:
                 return self.metadata.empty().zero_(), False
-            data = source if isinstance(source, torch.Tensor) else source.load()
-            return data.to(device), False
+            return source.load().to(self.metadata.device), False
 
     def _source_version(self) -> int:
         # Somebody may have kept the tensor that backward made, and change it.

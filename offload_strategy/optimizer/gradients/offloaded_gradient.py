@@ -148,14 +148,12 @@ class OffloadedGradient(torch.Tensor):
         return self.backing.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor | None = memo.get(id(self))
-        if copied is None:
-            if self.backing.is_materialized:
-                # With the memo, so that what shares its storage goes on to do so.
-                copied = copy.deepcopy(self.backing.materialize(), memo)
-            else:
-                copied = self._own_copy()
-            memo[id(self)] = copied
+        if id(self) not in memo:
+            shared = self.backing.is_materialized
+            # With the memo, so that what shares its storage goes on to do so.
+            own = copy.deepcopy(self.backing.materialize(), memo) if shared else self._own_copy()
+            memo[id(self)] = own
+        copied: torch.Tensor = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

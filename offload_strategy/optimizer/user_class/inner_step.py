@@ -55,10 +55,7 @@ _States = Sequence[dict[str, Any]]
 
 # ---------------------------------------------------------------------- whole
 def run_update(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameters: Sequence[torch.Tensor],
-    states: Sequence[dict[str, Any]],
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], states: _States
 ) -> None:
     """Update tensors in place, and their states, as `optimizer.step()` would update its own.
 
@@ -152,10 +149,7 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def copy_with_parameters(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameters: Sequence[torch.Tensor],
-    states: Sequence[dict[str, Any]],
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], states: _States
 ) -> Optimizer:
     """An instance of the same class with the same attributes, which has only these parameters."""
     copy = object.__new__(type(optimizer))
