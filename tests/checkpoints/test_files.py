@@ -17,8 +17,6 @@ import pytest
 import torch
 
 from benchmarks import disks
-from benchmarks.checkpoints import kills
-from benchmarks.checkpoints.small import Job
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
 from offload_strategy.checkpoints import ScratchFile
@@ -375,12 +373,3 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(target: Path) -> No
         assert bool((found["first"] == found["last"]).all())
     assert halves > 0  # or nothing was tested
     save(STATE, target)
-
-
-@pytest.mark.slow
-def test_killed_runs_end_with_the_parameters_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    job = Job("", "", steps=30, every=3)
-    found, results = kills.kills(tmp_path, 1, job, say=lambda text: None, seed=1)
-    assert [(kill.identical, kill.left) for kill in found] == [(True, ())]
-    # Whether a kill came within a save is chance: the benchmark has enough runs to tell.
-    assert all(result.held for result in results if "within a save" not in result.name)

@@ -164,32 +164,6 @@ def test_the_same_twice_and_parameters_of_another_engine_are_refused(
     assert_same_bits(weights(net), weights(expected))
 
 
-def test_other_parameters_of_the_same_model_are_fine(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        net: Any = model()
-        plain = AdamW(net[0].parameters()), SGD(net[2:].parameters(), 0.1)
-        return steps(net, [attached(engine, net, optimizer) for optimizer in plain])
-
-    same_with_and_without(run, settings(disk))
-
-
-def test_after_closing_the_same_may_be_attached_to_another_engine(disk: Path) -> None:
-    net = model()
-    plain = model()
-    expected = AdamW(plain.parameters())
-    for _ in range(2):
-        train(plain, expected)
-    states = None
-    for _ in range(2):
-        with OffloadEngine(settings(disk)) as engine:
-            optimizer = engine.attach(net, AdamW(net.parameters()))
-            if states is not None:
-                optimizer.load_state_dict(states)
-            train(net, optimizer)
-            states = optimizer.state_dict()
-    assert_same_bits(weights(net), weights(plain))
-
-
 def test_what_was_dropped_leaves_its_address_and_its_parameters_free(
     engine: OffloadEngine,
 ) -> None:
@@ -265,21 +239,6 @@ def test_a_closed_engine_says_so(disk: Path) -> None:
         net(torch.randn(4, 8)).sum().backward()
     engine.microbatch(0, last=True)
     assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
-
-
-def test_an_exception_in_the_block_closes_the_engine(disk: Path) -> None:
-    net = model()
-    engine = OffloadEngine(settings(disk))
-
-    def fail() -> None:
-        with engine:
-            engine.attach(net)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert engine.closed
-    assert not net._forward_hooks
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the model", "the optimizer", "the loss"])

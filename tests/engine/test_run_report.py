@@ -103,23 +103,6 @@ def test_memory_is_told_when_tensors_are_saved_and_used(disk: Path) -> None:
     assert max(nbytes for _, nbytes in report.memory["with offload"]) == profile.peak_bytes
 
 
-def test_a_limit_of_memory_adds_what_else_is_in_memory(disk: Path) -> None:
-    config = settings(disk, planning={"device_memory": "100GiB", "profile_steps": 1})
-    del config["activations"]["budget"]
-    with OffloadEngine(config) as engine:
-        train(engine)
-        report = engine.report()
-    least = min(span.nbytes for span in report.timeline if span.lane in ("forward", "backward"))
-    assert least > 100 * MiB, "the process itself, with torch"
-
-
-def test_blocks_are_named_as_in_the_model(disk: Path) -> None:
-    with OffloadEngine(settings(disk)) as engine:
-        train(engine)
-        names = {span.name.split(".")[0].split(" ")[0] for span in engine.report().timeline}
-    assert names >= {"0", "1", "2", "3"}
-
-
 def test_an_engine_that_offloads_no_activations_has_its_metrics(disk: Path) -> None:
     with OffloadEngine(settings(disk, activations={"enabled": False})) as engine:
         train(engine)

@@ -86,8 +86,8 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
         assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
         assert seconds(found, "updates", which) > 0
     assert seconds(found, "computing") > 0
-    # What was saved and left, and the states: about as many bytes as moved.
-    assert seconds(found, "written in a step", "predicted") > 4 * 512 * 64
+    # The states at least: how much of what was saved leaves depends on how long the tiers take.
+    assert seconds(found, "written in a step", "predicted") >= 4 * 2 * 64 * 64 * 4
     assert "| step |" in str(found)
 
 
@@ -266,25 +266,3 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
         for queue in engine._resources.queues["nvme"]:
             assert queue.bandwidth.rate(Direction.WRITE) == pytest.approx(10e6)
             assert queue.bandwidth.round_trip() is not None
-
-
-@pytest.mark.parametrize("trouble", ["garbage", "no folder", "no cache"])
-def test_figures_that_cannot_be_read_or_kept_change_nothing_else(
-    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
-    if trouble == "no folder":
-        cache.write_text("a file where the folder should be")
-    elif trouble == "no cache":
-        monkeypatch.setenv(CACHE_VARIABLE, "")
-    observe(monkeypatch, read=10e6, write=5e6)
-    with engine_on(disk) as engine:
-        train(engine, steps=1)
-    if trouble == "garbage":
-        (file,) = cache.glob("*.json")
-        file.write_text('{"format": 1, "of": "')
-    with engine_on(disk) as engine:
-        (queue,) = engine._resources.queues["nvme"]
-        assert queue.bandwidth.rate(Direction.WRITE) is None
-    kept = load_all_rates()
-    assert [figures[Direction.WRITE].runs for _, figures in kept] == [1] * (trouble == "garbage")
-    assert cache.exists() == (trouble != "no cache")

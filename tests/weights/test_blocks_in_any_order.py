@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.activations.support import noise
-from tests.activations.test_recompute import WAYS, Around
+from tests.activations.test_recompute import WAYS
 from tests.training import Numbers, assert_same_history, in_turn, weights
 from tests.weights.support import (
     OVERLAPS,
@@ -60,31 +59,6 @@ def test_two_models_against_each_other(disk: Path, overlap: str, toggle: bool) -
         return [*history, weights(generator), weights(critic)]
 
     same(disk, fight, **overlapping(overlap))
-
-
-def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
-    """Both are streamed; their weights are taken together."""
-
-    def follow(attach: Callable[..., Any]) -> list[Numbers]:
-        pupil, teacher = net(), net()
-        optimizer = attach(pupil, adamw(pupil))
-        attach(teacher.requires_grad_(False))
-        history = []
-        for number in range(4):
-            x = noise(4, 8, seed=number)
-            with torch.no_grad():
-                target = teacher(x)
-            value = F.mse_loss(pupil(x + 0.1), target)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for slow, fast in zip(teacher.parameters(), pupil.parameters(), strict=True):
-                    slow.mul_(0.9).add_(fast, alpha=0.1)
-            history.append({"loss": value.detach().clone()})
-        return [*history, weights(pupil), weights(teacher)]
-
-    same(disk, follow)
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager"])
@@ -192,29 +166,12 @@ def test_a_block_within_itself_or_in_two_places(disk: Path, make: Callable[[], A
     compare(disk, train, make)
 
 
-class Convolutions(Regions):
-    """They save their weights themselves, and not views of them."""
-
-    def __init__(self, around: Around) -> None:
-        super().__init__(around)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GELU()) for _ in range(3)]
-        )
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x).view(4, 2, 4)
-        for block in self.blocks:
-            x = self.around(block, x)
-        return x.flatten(1)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize(
-    ("way", "model", "overlap", "activations"),
-    in_turn([*WAYS] * 2, [Regions, Convolutions, Regions], OVERLAPS, [True, False]),
+    ("way", "overlap", "activations"), in_turn([*WAYS] * 2, OVERLAPS, [True, False])
 )
 def test_regions_that_are_computed_again(
-    disk: Path, way: str, model: type[Regions], overlap: str, activations: bool
+    disk: Path, way: str, overlap: str, activations: bool
 ) -> None:
     sections = {**overlapping(overlap), "activations": {"enabled": activations}}
-    compare(disk, train, lambda: net(lambda: model(WAYS[way])), **sections)
+    compare(disk, train, lambda: net(lambda: Regions(WAYS[way])), **sections)

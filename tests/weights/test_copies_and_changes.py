@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.zoo import build
 from tests.training import (
@@ -37,7 +36,6 @@ from tests.weights.support import (
     compare,
     compared,
     loss,
-    nearly_all_left,
     net,
     open_turns,
     pairs,
@@ -115,18 +113,6 @@ def test_a_state_dict_that_is_kept_and_loaded(model, optimizer):
     return [*history, *train(model, optimizer)]
 
 
-@compared()
-def test_a_part_of_a_state_dict(model, optimizer):
-    history = train(model, optimizer)
-    part = {n: v * 2 for n, v in net().state_dict().items() if "blocks.1" in n}
-    missing, unexpected = model.load_state_dict({**part, "other": torch.ones(3)}, strict=False)
-    assert len(missing) == len(model.state_dict()) - len(part)
-    assert unexpected == ["other"]
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({"head.weight": torch.ones(3)}, strict=False)
-    return [*history, *train(model, optimizer)]
-
-
 @pytest.mark.parametrize("watched", [False, True], ids=["by the model", "by the optimizer too"])
 def test_a_state_dict_that_is_assigned(disk: Path, watched: bool) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
@@ -139,20 +125,6 @@ def test_a_state_dict_that_is_assigned(disk: Path, watched: bool) -> None:
         return [*history, *train(model, adamw(model))]
 
     compare(disk, use, optimizer_of=adamw if watched else None)
-
-
-@compared()
-def test_what_torch_refuses_to_swap_stays_as_it_was(model, optimizer):
-    """Torch swaps no tensor that has weak references, as every attached one does."""
-    history = train(model, optimizer)
-    if any(type(p) is GuardedParameter for p in model.parameters()):
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            with pytest.raises(RuntimeError, match="swap"):
-                model.double()
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
-    return [*history, *train(model, optimizer)]
 
 
 @pytest.mark.parametrize("way", ["torch.save", "pickle"])
@@ -206,13 +178,6 @@ def test_safetensors_and_transformers_save_what_they_would_have_saved(
 
 
 # ---------------------------------------------------------------------- changes by hand
-@compared(lambda: build("GPT-2"), optimizer_of=None)
-def test_resizing_token_embeddings(model, optimizer):
-    options = {"loss_of": zoo_loss("GPT-2"), "look": gradients}
-    history = train(model, None, 2, **options)
-    torch.manual_seed(6)
-    model.resize_token_embeddings(80, mean_resizing=False)
-    return [*history, *train(model, None, 2, first=2, **options)]
 
 
 @compared(overlaps=["in memory"])
@@ -253,28 +218,6 @@ def test_a_graph_outlives_its_model(disk: Path, trained: bool) -> None:
     same(disk, outlive)
 
 
-def test_a_wrapper_that_goes_leaves_the_model_streamed(disk: Path) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)  # type: ignore[no-any-return]
-
-    plain, model = net(), net()
-    expected = [*train(plain, adamw(plain)), weights(plain)]
-    with streaming(disk) as engine:
-        wrapper = Wrapper(model)
-        optimizer = engine.attach(wrapper, adamw(wrapper))
-        del wrapper
-        gc.collect()
-        history = train(model, optimizer)
-        assert nearly_all_left(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert_same_history([*history, weights(model)], expected)
-
-
 @pytest.mark.parametrize("way", ["tensor", "as_tensor", "asarray", "stand-in"])
 def test_what_gets_past_torch_functions_never_finds_plausible_numbers(disk: Path, way: str) -> None:
     """The values, or else NaN; and what is written there is refused, or harms no other weight."""
@@ -309,10 +252,6 @@ def _replace_a_parameter(model: Any) -> None:
 
 def _remove_a_block(model: Any) -> None:
     del model.blocks[1]
-
-
-def _swap_two_blocks(model: Any) -> None:
-    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
 
 def _initialise(model: Any) -> None:
@@ -352,27 +291,8 @@ def _in_place(model: Any) -> None:
                 row.mul_(0.9)
             parameter.mul_(0.5)
             parameter += 0.01
-            parameter.clamp_(-0.4, 0.4)
-
-
-def _all_at_once(model: Any) -> None:
-    with torch.no_grad():
-        parameters = list(model.parameters())
-        torch._foreach_mul_(parameters, 0.5)
-        torch._foreach_add_(parameters, [torch.full_like(p, 0.01) for p in parameters])
+            torch.clamp(parameter, -0.4, 0.4, out=parameter)
         torch._foreach_lerp_(parameters, [p.detach().flip(0) for p in parameters], 0.1)
-
-
-def _with_out(model: Any) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            torch.mul(parameter, 0.5, out=parameter)
-            torch.add(torch.ones_like(parameter), parameter, alpha=0.1, out=parameter.data)
-
-
-def _data_copied(model: Any) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data.copy_(noise(*parameter.shape, seed=number))
 
 
 def _data_set(model: Any) -> None:
@@ -401,9 +321,9 @@ def _through_a_storage(model: Any) -> None:
 CHANGES = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
-        _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _swap_two_blocks,
-        _initialise, _through_numpy_and_dlpack, _in_place, _all_at_once, _with_out,
-        _data_copied, _data_set, _through_a_view_that_was_kept, _through_a_storage,
+        _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialise,
+        _through_numpy_and_dlpack, _in_place, _data_set, _through_a_view_that_was_kept,
+        _through_a_storage,
     )
 }  # fmt: skip
 

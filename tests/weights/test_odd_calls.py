@@ -17,7 +17,6 @@ from tests.activations.zoo import batch, build, loss_of
 from tests.training import Numbers, gradients, in_turn
 from tests.weights.support import (
     OVERLAPS,
-    Block,
     Net,
     compare,
     compared,
@@ -85,31 +84,16 @@ def test_gradients_of_a_call(disk, call, activations):
     compare(disk, use, optimizer_of=None, activations={"enabled": activations})
 
 
-class Untied(nn.Module):
-    """Its head is the embedding without being tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x.abs().mul(10).long() % 16)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.embedding.weight)
-
-
 class Used(nn.Module):
     """Uses weights outside of the module that has them."""
 
-    def __init__(self, matrices: Any, each: Callable[[Any], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.matrices, self.each = matrices, each
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for matrix in self.each(self.matrices):
-            x = (x @ matrix).tanh()
+        for layer in self.layers:
+            x = (x @ layer.weight).tanh()
         return x
 
 
@@ -147,19 +131,8 @@ class Limited(nn.Module):
         return self.head(summed + self.bag(indices))  # type: ignore[no-any-return]
 
 
-def matrices() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(8, 8)) for _ in range(4)]
-
-
 ODD_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a head that is the embedding": Untied,
-    "a list": lambda: Used(nn.ParameterList(matrices()), list),
-    "a dictionary": lambda: Used(
-        nn.ParameterDict({str(n): p for n, p in enumerate(matrices())}), lambda d: d.values()
-    ),
-    "weights of layers": lambda: Used(
-        nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), lambda m: [x.weight for x in m]
-    ),
+    "weights of layers": Used,
     "odd forms": lambda: Net(Odd),
     "norms that are limited": Limited,
 }
@@ -180,13 +153,6 @@ def test_channels_last(model, optimizer):
 
 
 # ---------------------------------------------------------------------- evaluation
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
 def layer(**options: Any) -> nn.Module:
@@ -208,10 +174,8 @@ class Encoder(nn.Module):
 
 
 FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
-    "attention": Attention,
     "a layer": lambda: nn.Sequential(layer()),
     "layers": lambda: nn.Sequential(layer(), layer()),
-    "another layer": lambda: nn.Sequential(layer(norm_first=True), nn.Linear(8, 8)),
     "an encoder": lambda: Encoder(False),
     "an encoder with padding": lambda: Encoder(True),
 }
@@ -273,9 +237,7 @@ def test_inference_mode_from_the_first_pass_on(model, optimizer, change):
 
 GENERATION: dict[tuple[str, str], dict[str, Any]] = {
     ("GPT-2", "greedy"): {"do_sample": False},
-    ("Llama", "sampled"): {"do_sample": True, "temperature": 0.8, "top_k": 20},
     ("T5", "beams"): {"do_sample": False, "num_beams": 3},
-    ("GPT-2", "without a cache"): {"do_sample": False, "use_cache": False},
 }
 
 
@@ -310,16 +272,10 @@ def _compiled_in_place(model: Any, *modules: Any) -> Any:
     return model
 
 
-def _function_compiled(model: Any) -> Any:
-    model.blocks[1].forward = _compiled(model.blocks[1].forward)
-    return model
-
-
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "the model": _compiled,
     "the model in place": lambda m: _compiled_in_place(m, m),
     "blocks in place": lambda m: _compiled_in_place(m, *m.blocks),
-    "a block's forward": _function_compiled,
 }
 
 

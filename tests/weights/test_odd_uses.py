@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -55,14 +54,9 @@ PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
     "weight norm": parametrizations.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
-    "orthogonal, Cayley": partial(parametrizations.orthogonal, orthogonal_map="cayley"),
-    "orthogonal, Householder": partial(
-        parametrizations.orthogonal, orthogonal_map="householder", use_trivialization=False
-    ),
     "the weight itself": lambda m: parametrize.register_parametrization(m, "weight", Same()),
     "symmetric": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
     "weight norm of old": nn.utils.weight_norm,
-    "spectral norm of old": nn.utils.spectral_norm,
     "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
 }
 
@@ -105,7 +99,6 @@ def test_parametrizations_are_cached_and_removed(model, optimizer):
 # ---------------------------------------------------------------------- averages and vectors
 AVERAGES: dict[str, dict[str, Any]] = {
     "equal": {},
-    "exponential": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
     "exponential, all at once": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
 }
 
@@ -124,19 +117,6 @@ def test_an_average_of_the_weights(model, optimizer, average):
     return [*history, weights(averaged)]
 
 
-@compared(overlaps=["commit", "eager"])
-def test_all_weights_as_a_vector(model, optimizer):
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        with torch.no_grad():
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            history.append({"vector": vector.clone()})
-            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
-        del vector
-    return [*history, *train(model, optimizer)]
-
-
 @compared()
 def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
     """One storage has all weights then, and each weight counts its changes for itself."""
@@ -150,22 +130,6 @@ def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
 
 
 # ---------------------------------------------------------------------- gradients
-CLIPS: dict[str, Callable[[Any], Any]] = {
-    "norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
-    "norm, one by one": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=False),
-    "value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4),
-    "of the weights": lambda m: nn.utils.get_total_norm(list(m.parameters())),
-}
-
-
-@pytest.mark.parametrize(("clip", "overlap"), in_turn(CLIPS, THAT_KEEP_GRADIENTS))
-@compared(overlaps=[])
-def test_clipped_gradients(model, optimizer, clip):
-    def look(model: Any) -> Numbers:
-        norm = CLIPS[clip](model)
-        return gradients(model) | ({} if norm is None else {"norm": norm.detach().clone()})
-
-    return train(model, optimizer, look=look)
 
 
 @compared(optimizer_of=None)
@@ -231,15 +195,9 @@ def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.T
     return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
 
 
-def _penalty_on_a_vector_of_all_weights(model: Any, number: int) -> torch.Tensor:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    return loss(model, number) + vector.pow(2).sum()
-
-
 PENALTIES = [
     _penalty_on_the_gradient_of_the_input,
     _penalty_on_the_gradients_of_the_weights,
-    _penalty_on_a_vector_of_all_weights,
 ]
 
 
@@ -247,43 +205,6 @@ PENALTIES = [
 @compared(overlaps=[])
 def test_penalties(model, optimizer, penalty):
     return train(model, optimizer, loss_of=penalty, look=gradients)
-
-
-@compared(overlaps=["off"])
-def test_sharpness_aware_minimisation(model, optimizer):
-    """Two passes a step, with the weights moved in between and back again."""
-    history = []
-    for number in range(3):
-        loss(model, number).backward()
-        moved_by = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
-        with torch.no_grad():
-            for parameter, distance in zip(model.parameters(), moved_by, strict=True):
-                parameter.add_(distance)
-        optimizer.zero_grad()
-        value = loss(model, number)
-        value.backward()
-        with torch.no_grad():
-            for parameter, distance in zip(model.parameters(), moved_by, strict=True):
-                parameter.sub_(distance)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append({"loss": value.detach().clone()})
-    return history
-
-
-@compared(optimizer_of=None)
-def test_second_order_optimizer_with_a_closure(model, optimizer):
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=4, history_size=3, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        value = loss(model)
-        value.backward()
-        return value
-
-    return [{"loss": optimizer.step(closure).detach().clone()} for _ in range(2)]
 
 
 def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk):

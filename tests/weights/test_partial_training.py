@@ -160,42 +160,7 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(
     same(disk, adapt, **overlapping(overlap))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@compared(lambda kind: adapted(kind), adamw_of_trained)
-def test_a_second_adapter_in_the_middle_of_training(model, optimizer, kind):
-    history = fit(model, optimizer, kind, steps=2)
-    torch.manual_seed(2)
-    model.add_adapter("second", lora(kind))
-    model.set_adapter("second")
-    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
-    history += fit(model, optimizer, kind, steps=2)
-    with model.disable_adapter(), torch.no_grad():
-        history.append({"without": loss_of(model, batch(kind, 5)).clone()})
-    model.set_adapter("default")
-    return [*history, *fit(model, optimizer, kind, steps=2)]
-
-
 # ---------------------------------------------------------------------- parts
-PARTS: dict[str, Callable[[str], bool]] = {
-    "the first layers": lambda name: ".0." in name,
-    "the last layers": lambda name: ".1." in name,
-    "embeddings": lambda name: "wte" in name or "embed" in name,
-    "norms": lambda name: "norm" in name or "ln_" in name,
-    "matrices of the middle": lambda name: "mlp" in name,
-}
-
-
-def trained_in_part(kind: str, part: str) -> Any:
-    model = build(kind)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(PARTS[part](name))
-    return model
-
-
-@pytest.mark.parametrize(("part", "kind", "overlap"), in_turn(PARTS, KINDS, OVERLAPS))
-@compared(lambda kind, part: trained_in_part(kind, part), adamw_of_trained, overlaps=[])
-def test_a_part_is_trained(model, optimizer, kind):
-    return fit(model, optimizer, kind, steps=3)
 
 
 @pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
