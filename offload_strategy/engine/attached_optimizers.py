@@ -54,7 +54,8 @@ class AttachedOptimizers:
         self._choice = choice
         #: The stream of weights, if they are streamed.
         self.stream: WeightStream | None = None
-        self._dp_groups = GroupRegistry(shards_states=section.sharding)
+        #: Knows attached models whose ranks may shard optimizer states.
+        self.dp_groups = GroupRegistry(shards_states=section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
             weakref.WeakKeyDictionary()
@@ -70,10 +71,6 @@ class AttachedOptimizers:
     def state_bytes(self) -> int:
         """Bytes of the optimizer states of all attached optimizers."""
         return sum(optimizer.state_bytes for optimizer in self._wrapped)
-
-    def note(self, model: nn.Module) -> None:
-        """Register an attached model whose ranks may shard optimizer states."""
-        self._dp_groups.register(model)
 
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
         """Offload the states of an optimizer, if the config enables it and they can be offloaded.
@@ -124,7 +121,7 @@ class AttachedOptimizers:
             gradient_memory=gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residency=self.stream,
-            dp_groups=self._dp_groups,
+            dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),
         )
         self._wrapped.add(wrapped)
@@ -212,7 +209,7 @@ class AttachedOptimizers:
         """
         section = self._section
         gradient_bytes = weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
-        dp_group = self._dp_groups.find_group(parameters)
+        dp_group = self.dp_groups.find_group(parameters)
         if dp_group is not None and dp_group.shards_states:
             state_bytes = -(-state_bytes // dp_group.size)
             weights_bytes = -(-weights_bytes // dp_group.size)

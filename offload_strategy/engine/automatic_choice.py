@@ -53,7 +53,8 @@ class AutomaticChoice:
             if config.activations.enabled == "auto":
                 planned.upcoming_bytes = self.upcoming_bytes
         self.limit = planned
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: Attached models, of which gradients are expected.
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._swaps = False
@@ -65,10 +66,6 @@ class AutomaticChoice:
         """Return whether saved tensors leave by a plan, as many as the limit requires."""
         by_limit = self._config.planning.device_memory is not None
         return by_limit or self._config.activations.enabled == "auto"
-
-    def note_model(self, model: nn.Module) -> None:
-        """Expect gradients of a model."""
-        self._models.add(model)
 
     def streams_weights(self, model: nn.Module) -> bool:
         """Decide whether the weights of a model are streamed, before it is attached."""
@@ -151,7 +148,7 @@ class AutomaticChoice:
         Of attached models, optimizers whose states stay in memory, and these parameters.
         """
         known = {id(parameter): parameter for parameter in parameters}
-        for model in list(self._models):
+        for model in list(self.models):
             known |= {id(parameter): parameter for parameter in model.parameters()}
         nbytes = 0
         for optimizer, state_bytes in list(self._kept.items()):

@@ -100,8 +100,7 @@ class EngineWeights:
             )
         checkpoint = read_index(source)
         if stream is not None:
-            moving = (p for p in model.parameters() if p.requires_grad or not adopt)
-            self._check_weights_fit("load_weights", stream.unplaced_bytes(moving))
+            self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
         with self._resources.files(keep=adopt) as open_file:
             loader = Loader(self._resources.store, stream, tiers, _device_for(model), open_file)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
@@ -147,7 +146,7 @@ class EngineWeights:
                     f"shape yet, so they cannot be streamed. Run one forward pass first, or set "
                     f"parameters.enabled: false."
                 )
-            self._check_weights_fit("attach", self._stream.bytes_to_stream(model))
+            self._check_weights_fit("attach", self._stream.unplaced_bytes(model))
             self._stream.materialize_meta(model, _device_for(model) if device is None else device)
         elif any(p.is_meta for p in model.parameters()):
             raise ConfigError(

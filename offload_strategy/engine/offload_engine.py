@@ -157,12 +157,12 @@ class OffloadEngine(EngineReports):
                 streams=self._stream is not None,
                 swaps=optimizer is not None and bool(self.config.optimizer.enabled),
             )
-            self._optimizers.note(model)
+            self._optimizers.dp_groups.register(model)
             is_first = self._stream is None and not self._hooks and not len(self._optimizers)
             if is_first and self._choice.streams_weights(model):
                 self._start_stream()
             self._expect_weights(model, device)
-            self._choice.note_model(model)
+            self._choice.models.add(model)
         wrapped = None
         if optimizer is not None:
             wrapped = self._optimizers.wrap(optimizer, self._is_last)

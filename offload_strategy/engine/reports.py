@@ -36,8 +36,6 @@ from offload_strategy.telemetry import Recorder, get_logger, write_trace
 
 logger = get_logger(__name__)
 
-#: Gradients that exist in backward while updates consume them.
-
 
 class EngineReports(EngineWeights):
     """The methods of `OffloadEngine` that only read what the engine has seen."""

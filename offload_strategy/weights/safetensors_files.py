@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,23 +30,6 @@ _NAME = "model"
 _PARTIAL = ".model.partial"
 
 Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
-
-#: dtypes by their name in a header; sub-byte formats have no torch dtype of that size.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +87,36 @@ def _files(source: Path) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
+    safetensors = _library("load_weights")
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ConfigError(
-            "load_weights needs the package safetensors. Install it with `pip install safetensors`."
-        ) from error
-    try:
-        with safe_open(file, framework="pt"):
+        with safetensors.safe_open(file, framework="pt"):
             pass  # validates the header and the file's size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             entries = json.loads(stream.read(length))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f"cannot load weights from {str(file)!r}: {error}") from error
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = _DTYPES.get(entry["dtype"])
+        # Formats below a byte have no torch dtype of that size.
+        dtype = safetensors.torch._TYPES.get(entry["dtype"])
         if dtype is None:
             raise ConfigError(f"{str(file)!r}: {name} has the unsupported dtype {entry['dtype']}.")
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         tensors[name] = StoredTensor(file, dtype, shape, 8 + length + begin, end - begin)
     return tensors
+
+
+def _library(method: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(
+            f"{method} needs the package safetensors. Install it with `pip install safetensors`."
+        ) from error
+    return safetensors
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -147,23 +137,16 @@ def save_shards(
     A tensor with several names is written once. A file has at most `shard_bytes`, unless a single
     tensor has more. Raises StorageError if a file cannot be written.
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ConfigError(
-            "save_weights needs the package safetensors. Install it with `pip install safetensors`."
-        ) from error
+    library = _library("save_weights")
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     same = {name: kept for name, kept in names.items() if kept != name}
     shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
     for name in first.values():
+        size = sum(tensor.nbytes for tensor in shards[-1].values())
         if size + tensors[name].nbytes > shard_bytes and shards[-1]:
             shards.append({})
-            size = 0
         shards[-1][name] = tensors[name]
-        size += tensors[name].nbytes
     total = len(shards)
     files = {
         f"{_NAME}{_SUFFIX}" if total == 1 else f"{_NAME}-{number:05}-of-{total:05}{_SUFFIX}": shard
@@ -185,7 +168,8 @@ def save_shards(
                     name: held.enter_context(read(tensor)).contiguous()
                     for name, tensor in shard.items()
                 }
-                save_file(values, partial / file, metadata={"format": "pt", **same})
+                metadata = {"format": "pt", **same}
+                library.torch.save_file(values, partial / file, metadata=metadata)
                 del values
             _flush_to_disk(partial / file)
             bar.update(sum(tensor.nbytes for tensor in shard.values()))

@@ -6,7 +6,7 @@ What happens during training is in block_residency.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,22 +86,18 @@ class WeightStream(BlockResidency):
         """Whether a parameter is streamed, or will be once its model is attached."""
         return parameter in self._weights or can_be_streamed(parameter, self._min_bytes)
 
-    def bytes_to_stream(self, model: nn.Module) -> int:
-        """Return the bytes of a model's weights that still need room on the tiers."""
-        # A weight in an external file moves to the tiers with its first update.
-        return self.unplaced_bytes(
-            parameter
-            for parameter in model.parameters()
-            if parameter.requires_grad or parameter not in self._weights
-        )
+    def unplaced_bytes(self, model: nn.Module, *, adopt: bool | None = None) -> int:
+        """Return the bytes of a model's weights that still need room on the tiers.
 
-    def unplaced_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of streamed parameters that are not on the tiers."""
+        `adopt` says whether frozen weights stay in files that will be loaded; None for no such
+        files. A weight in an external file moves to the tiers with its first update.
+        """
         return sum(
-            local_tensor(parameter).nbytes
-            for parameter in parameters
-            if self.is_streamed(parameter)
-            and ((weight := self._weights.get(parameter)) is None or not weight.is_placed)
+            local_tensor(p).nbytes
+            for p in model.parameters()
+            if self.is_streamed(p)
+            and ((weight := self._weights.get(p)) is None or not weight.is_placed)
+            and (p.requires_grad or (weight is None if adopt is None else not adopt))
         )
 
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
