@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import stat
 from itertools import pairwise
@@ -44,13 +43,6 @@ def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor
 def descriptor(name: str) -> int:
     """Of an entry of `deleted_files`."""
     return int(name.split(" ")[0])
-
-
-def content(name: str) -> bytes:
-    """Of the file, read by its descriptor."""
-    with mmap.mmap(-1, 3 * MiB) as page_aligned:
-        count = os.preadv(descriptor(name), [page_aligned], 0)
-        return page_aligned[:count]
 
 
 LARGE = torch.randn(300, 401)
@@ -111,18 +103,6 @@ def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way
         assert torch.equal(second.tensor(), other)
 
 
-def test_a_tensor_may_be_written_to_and_the_file_stays_as_it_is(disk: Path) -> None:
-    before = deleted_files()
-    first, second = filled([disk], LARGE, LARGE + 1)
-    (name,) = deleted_files() - before
-    bytes_before = content(name)
-    first.zero_()
-    second.add_(1)
-    assert not first.any()
-    assert torch.equal(second, LARGE + 1 + 1)
-    assert content(name) == bytes_before
-
-
 def test_the_file_is_the_owners_alone_and_ends_with_the_last_tensor(disk: Path) -> None:
     before = deleted_files()
     copies = filled([disk], LARGE, LARGE + 1)
@@ -157,16 +137,6 @@ def test_filling_and_reading_take_no_memory_but_the_buffer(disk: Path, way: str)
     # Comparing makes a tensor of a byte an element, one at a time.
     peak = max(peak, status_bytes("RssAnon") - begin)
     assert peak < 64 * MiB  # of 256
-
-
-def test_small_tensors_need_no_file(disk: Path) -> None:
-    before = deleted_files()
-    with ScratchFile([disk / "nowhere"]) as file:
-        slot = file.reserve((10, 10), torch.float32)
-        slot.fill(3, torch.ones(7, 10))
-        slot.fill(0, torch.zeros(3, 10))
-        assert slot.tensor().sum() == 70
-    assert deleted_files() == before
 
 
 def test_too_little_room_is_an_error_before_anything_is_written(

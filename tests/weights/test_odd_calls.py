@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.activations.support import noise
 from tests.activations.test_transforms import AROUND
-from tests.activations.zoo import batch, build, loss_of
+from tests.activations.zoo import build
 from tests.training import Numbers, gradients, in_turn
 from tests.weights.support import (
     OVERLAPS,
@@ -201,27 +200,6 @@ def test_attention_takes_the_same_fast_paths(disk, kind, blocks):
         return nn.Sequential(net(FAST_PATHS[kind]), nn.Linear(8, 8))
 
     compare(disk, use, make, parameters={"enabled": True, "min_size": 1, "blocks": blocks})
-
-
-WATCHES = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "gradients": nullcontext,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "overlap", "watch"), in_turn(["GPT-2", "T5", "ResNet"], OVERLAPS, list(WATCHES))
-)
-@compared(lambda kind: build(kind), overlaps=[])
-def test_validation_between_steps(model, optimizer, kind, watch):
-    history = []
-    for number in range(3):
-        history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
-        with WATCHES[watch]():
-            checked = loss_of(model.eval(), batch(kind, 100 + number)).detach().clone()
-        history.append({"checked": checked.clone()})
-    return history
 
 
 @pytest.mark.parametrize("change", [False, True])

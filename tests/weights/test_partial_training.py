@@ -20,8 +20,6 @@ from tests.training import (
     assert_same_bits,
     assert_same_history,
     in_turn,
-    moved,
-    on_disk,
     weights,
 )
 from tests.weights.support import (
@@ -103,28 +101,6 @@ def test_adapters_train_the_same_and_are_merged_the_same(
     sections = {"activations": {"enabled": activations}, **overlapping(overlap)}
     parameters = {"enabled": True, "min_size": min_size}
     compare(disk, use, make, adamw_of_trained, **sections, parameters=parameters)
-
-
-@pytest.mark.parametrize(("overlap", "kind", "min_size"), in_turn(OVERLAPS, KINDS, SIZES))
-def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_size: int) -> None:
-    parameters = {"enabled": True, "min_size": min_size}
-    with streaming(disk, **overlapping(overlap), parameters=parameters) as engine:
-        model = adapted(kind)
-        optimizer = engine.attach(model, adamw_of_trained(model))
-        written = []
-        for number in range(6):
-            on_disk(engine)
-            written.append(moved(engine, "parameters", "written"))
-            if number < 5:
-                fit(model, optimizer, kind, 1, first=number)
-        sizes = [(p.requires_grad, p.nbytes) for p in model.parameters() if p.nbytes >= min_size]
-        each_step = sum(nbytes for trained, nbytes in sizes if trained)
-        base = sum(nbytes for trained, nbytes in sizes if not trained)
-        assert written[0] >= 10_000
-        # An adapter is written twice if the computation still has it when its update arrives.
-        assert written[5] - written[2] <= 3 * 2 * each_step
-        assert 2 * each_step < base, "else this does not tell the base from its adapters"
-        assert moved(engine, "parameters", "read") > 5 * 10_000
 
 
 def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path) -> None:
