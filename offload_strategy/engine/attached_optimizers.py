@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources
@@ -119,7 +120,7 @@ class AttachedOptimizers:
             precision=precision,
             new_weight_tiers=self._resources.new_weight_tiers,
             gradient_memory=gradient_memory,
-            directories=self._resources.scratch_directories("optimizer"),
+            directories=scratch_directories(self._resources.paths["optimizer"]),
             residency=self.stream,
             dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),

@@ -165,9 +165,9 @@ class OffloadEngine(EngineReports):
             self._choice.models.add(model)
         wrapped = None
         if optimizer is not None:
-            wrapped = self._optimizers.wrap(optimizer, self._is_last)
-            if isinstance(wrapped, OffloadedOptimizer):
-                self._note_device(wrapped.parameters())
+            wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
+        if isinstance(wrapped, OffloadedOptimizer):
+            self._note_device(wrapped.parameters())
         if wrapped is not None and self._stream is not None:
             stream = self._stream
             wrapped.register_step_post_hook(lambda *_: stream.reset_peak())
@@ -265,9 +265,6 @@ class OffloadEngine(EngineReports):
         self._choice.accumulates |= not last
         if self._activations is not None:
             self._activations.hint()
-
-    def _is_last(self) -> bool:
-        return self._last_microbatch
 
     def _before_forward(self) -> None:
         profile_run.observe_pass(self._forwards, self.profile)

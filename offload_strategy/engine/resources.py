@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
@@ -128,10 +127,6 @@ class Resources:
                 f"{message}, but the tiers have {format_size(room)}: {format_size(needed - room)} "
                 f"too little. Raise a tier's capacity, {advice}."
             )
-
-    def scratch_directories(self, client: Client) -> list[Path]:
-        """Return directories for a client's temporary files outside its tiers, best first."""
-        return scratch_directories(self.paths.get(client, []))
 
     def tier_used_bytes(self) -> dict[str, int]:
         """Return the bytes in use per configured tier."""

@@ -139,6 +139,16 @@ def test_filling_and_reading_take_no_memory_but_the_buffer(disk: Path, way: str)
     assert peak < 64 * MiB  # of 256
 
 
+def test_small_tensors_need_no_file(disk: Path) -> None:
+    before = deleted_files()
+    with ScratchFile([disk / "nowhere"]) as file:
+        slot = file.reserve((10, 10), torch.float32)
+        slot.fill(3, torch.ones(7, 10))
+        slot.fill(0, torch.zeros(3, 10))
+        assert slot.tensor().sum() == 70
+    assert deleted_files() == before
+
+
 def test_too_little_room_is_an_error_before_anything_is_written(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,8 @@ def _through_numpy_and_dlpack(model: Any) -> None:
 def _in_place(model: Any) -> None:
     parameters = list(model.parameters())
     with torch.no_grad():
+        torch.linspace(0.1, 0.9, 8, out=model.blocks[2].gain)  # before anything else loads it
+        torch._foreach_mul_(parameters, 0.9)
         for parameter in parameters:
             parameter[0] = 0.125
             parameter[-1] += 0.5
@@ -291,8 +293,7 @@ def _in_place(model: Any) -> None:
                 row.mul_(0.9)
             parameter.mul_(0.5)
             parameter += 0.01
-            torch.clamp(parameter, -0.4, 0.4, out=parameter)
-        torch._foreach_lerp_(parameters, [p.detach().flip(0) for p in parameters], 0.1)
+            parameter.clamp_(-0.4, 0.4)
 
 
 def _data_set(model: Any) -> None:

@@ -44,16 +44,10 @@ from tests.weights.support import (
 Fail = Callable[..., None]
 
 PLACES: dict[str, Callable[[Any, Fail], Any]] = {
-    "before the model": lambda m, fail: m.register_forward_pre_hook(fail, prepend=True),
     "before a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail, prepend=True),
-    "at the start of a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail),
     "in a block": lambda m, fail: m.blocks[1].down.register_forward_pre_hook(fail),
     "at the end of a block": lambda m, f: m.blocks[1].register_forward_hook(f, prepend=True),
-    "after a block": lambda m, fail: m.blocks[1].register_forward_hook(fail),
     "after the model": lambda m, fail: m.register_forward_hook(fail),
-    "before the backward of a block": lambda m, fail: m.blocks[1].register_full_backward_pre_hook(
-        fail
-    ),
     "after the backward of a layer": lambda m, fail: m.blocks[1].down.register_full_backward_hook(
         fail
     ),
