@@ -106,10 +106,11 @@ class Odd(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 8))
         self.one = nn.Parameter(torch.ones(1))
         self.turned = nn.Parameter(torch.randn(8, 8).t())
+        self.halves = nn.Parameter(torch.randn(16, 8))
         self.wide = nn.Parameter(torch.randn(8, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x / self.temperature + (x * self.waves).abs() + x @ self.turned
+        x = x / self.temperature + (x * self.waves).abs() + x @ self.turned @ self.halves[8:]
         return x * self.one + (x * self.wide).float() + self.nothing.sum()
 
 
