@@ -220,13 +220,7 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
             "parallel_devices": self._devices,
             "cluster_environment": self.cluster_environment,
         }
-        try:
-            made = self.parallel_class(self.config, **{**options, **self._ddp})
-        except TypeError as error:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: ddp={self._ddp!r} is not what DDPStrategy "
-                f"takes: {error}"
-            ) from error
+        made = self.parallel_class(self.config, **{**options, **self._ddp})
         this.__class__, this.__dict__ = type(made), made.__dict__
 
     @property
