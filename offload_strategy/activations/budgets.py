@@ -3,16 +3,14 @@
 [Note: the automatic budget]
 Three rules, of which each sees what the others cannot:
 
-- *What is used soon stays.* An item that lies unused for less time than the way out and back takes
-  (as learned) is kept: what backward needs first, above all.
-- *A path that is behind gets no more.* While more than a share of a step's bytes waits to be
-  written, items are kept; so the forward pass produces what it likes, and what leaves is what the
-  path takes in meanwhile. Waiting a little buys a lot of memory where the path keeps pace on
-  average: forward may wait for `ALLOWANCE` of a step's time.
-- *What backward had to wait for was too much.* Of a pass whose loads came late, less may leave the
-  next time, by what the path reads in the time that was lost: all of that if the pass before it
-  waited too, for the first time it may be chance (another process, a disk that paused), so that
-  most stays allowed. More again when it has time to spare, and sooner and sooner.
+- *What is used soon stays.* An item is kept if the way out and back takes longer than it lies
+  unused (as learned): what backward needs first, above all.
+- *A path that is behind gets no more.* Items are kept while more than a share of a step's bytes
+  waits to be written. Waiting a little buys a lot of memory where the path keeps pace on average:
+  forward may wait for `ALLOWANCE` of a step's time.
+- *What backward had to wait for was too much.* Next time less may leave, by what the path reads in
+  the time that was lost: all of that if the pass before waited too; the first time may be chance
+  (another process, a disk that paused), so that most stays allowed. Later more again, ever sooner.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
 """Getting on with saved-tensor hooks that are not ours, and with code that allows none.
 
 [Note: others who offload]
-Of nested saved-tensor hooks one pair gets the tensor, so two who offload do not add up: one of them
-would do nothing, unnoticed. Two are known and refused: TRL's `activation_offloading=True` puts
-hooks around the whole training step, outside of ours; Transformers'
-`activation_checkpointing_kwargs={"offload": True}` puts `save_on_cpu` around each recomputed layer.
+Of nested saved-tensor hooks torch calls the innermost alone, so of two who offload one would do
+nothing, unnoticed. Two are known and refused: TRL's `activation_offloading=True` puts hooks around
+the whole training step; Transformers' `activation_checkpointing_kwargs={"offload": True}` puts
+`save_on_cpu` around each recomputed layer.
 
 [Note: hooks around ours]
-Of nested saved-tensor hooks torch calls the innermost alone. Ours come with a module that was
-attached, and whoever wraps the call of that module in hooks of his own (to count, to compress, to
-recompute: non-reentrant checkpointing is such hooks) did not ask for them to be replaced. So where
-hooks are in force already when ours begin, a saved tensor goes through those first, and what they
-make of it leaves if it is a tensor. Whoever opens hooks inside a forward pass wins, as always.
+Whoever wraps the call of an attached module in hooks of his own (to count, to compress, to
+recompute: non-reentrant checkpointing is such hooks) did not ask for them to be replaced by ours.
+So a saved tensor goes through those first, and what they make of it leaves if it is a tensor.
+Whoever opens hooks inside a forward pass wins, as always.
 
 [Note: transforms allow no hooks]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` raise an error where saved-tensor hooks are in
-force: a model that uses one of them in its forward pass would not run. They announce themselves
-with two functions of torch's, which are replaced here: while hooks are disallowed, ours are taken
-off the thread's stack, and what the transform saves stays.
+force. They announce themselves with two functions of torch's, which are replaced here: while hooks
+are disallowed, ours are taken off the thread's stack, and what the transform saves stays.
 """
 
 from __future__ import annotations

@@ -76,25 +76,6 @@ def test_as_many_wait_as_are_a_small_share_of_a_pass(
     assert tickets(engine) == 0
 
 
-def test_a_backward_inside_of_the_forward_finds_what_waits(
-    model: Calls, expected: dict[str, torch.Tensor]
-) -> None:
-    chain, slopes = model.function, []
-
-    def slope_of(weight: torch.Tensor) -> torch.Tensor:
-        own = weight.detach().requires_grad_()
-        return torch.autograd.grad((own * 2).sin().cos().sum(), own)[0]
-
-    def nested(weight: torch.Tensor) -> torch.Tensor:
-        total = chain(weight)
-        slopes.append(slope_of(weight))
-        return total
-
-    model.function = nested
-    assert_same_bits(step(model), expected)
-    assert torch.equal(slopes[-1], slope_of(model.weight))
-
-
 def test_what_dies_while_it_waits_is_never_given(engine: OffloadEngine, model: Calls) -> None:
     known = tickets(engine)
     with engine.forward():

@@ -50,21 +50,6 @@ def _exception_in_the_middle_of_backward(model: nn.Module) -> None:
     loss.backward()
 
 
-def _one_head_of_two(model: nn.Module) -> None:
-    middle = model()
-    heads = [(middle * 2).exp(), (middle * 3).exp()]
-    heads[0].backward(retain_graph=True)
-    del heads[0]
-    heads[0].backward()
-
-
-def _as_a_sum(model: nn.Module) -> None:
-    total = torch.zeros(())
-    for _ in range(3):
-        total = total + model()
-    total.backward()
-
-
 def _looked_at_by_hand(model: nn.Module) -> None:
     loss = model()
     seen = loss.grad_fn.next_functions[0][0]._saved_self  # what cos was taken of
@@ -87,8 +72,6 @@ ENDS: dict[str, Callable[[nn.Module], None]] = {
     "double backward": _double_backward,
     "autograd.grad, kept": lambda m: torch.autograd.grad(m(), m.weight, retain_graph=True),
     "exception in the middle of backward": _exception_in_the_middle_of_backward,
-    "one head of two": _one_head_of_two,
-    "a sum of losses": _as_a_sum,
     "looked at by hand": _looked_at_by_hand,
     "backward in another thread": _in_another_thread,
 }

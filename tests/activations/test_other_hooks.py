@@ -1,4 +1,4 @@
-"""Hooks of the user's own around a model and inside of it, and calls without gradients."""
+"""Hooks of the user's own around a model and inside of it."""
 
 from __future__ import annotations
 
@@ -176,23 +176,3 @@ def test_hooks_inside_a_model_are_called_in_place_of_ours(engine: OffloadEngine)
     model = Calls(function)
     compare(engine, model, lambda: model())
     assert packed == [64] * 3
-
-
-# ---------------------------------------------------------------------- calls of other kinds
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "detached"])
-def test_part_of_a_batch_without_gradients(engine: OffloadEngine, how: str) -> None:
-    """As contrastive learning and reinforcement learning do: some samples only give targets."""
-    model, x = network(), noise(6, 8)
-
-    def without_gradients() -> torch.Tensor:
-        if how == "detached":
-            return model(x[3:]).detach()
-        with getattr(torch, how)():
-            return model(x[3:]).clone()
-
-    def step() -> torch.Tensor:
-        target = without_gradients()
-        target = target.clone() if how == "inference_mode" else target
-        return (model(x[:3]) - target).pow(2).sum()
-
-    compare(engine, model, step)

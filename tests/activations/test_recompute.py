@@ -148,14 +148,3 @@ def test_a_model_may_be_attached_inside_of_a_region(
     assert moved(engine) == 0  # its inputs belong to whoever calls it, the rest is made again
     # Scopes of two calls in two steps; a reentrant region's first pass computes no gradients.
     assert engine._forwards == (0 if way == "reentrant" else 4)
-
-
-def test_second_derivatives_go_through_regions(engine: OffloadEngine) -> None:
-    x = noise(4, 8).requires_grad_()
-    model = Model(non_reentrant)
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
-        return slope.pow(2).sum(), x
-
-    compare(engine, model, step)

@@ -67,24 +67,6 @@ def test_views_without_a_base_are_written_once_as_well(engine: OffloadEngine) ->
     loss.backward()
 
 
-def test_a_part_that_was_changed_for_itself_is_written_for_itself(engine: OffloadEngine) -> None:
-    """As a recurrent layer does with its gates: each counts its versions for itself."""
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            first, second, third = (w @ X).unsafe_chunk(3, 1)
-        loss = _SaveAll.apply(w * 1, first).sum()  # which takes the bytes of all three along
-        with torch.no_grad():
-            second.mul_(3)
-        loss = loss + _SaveAll.apply(w * 1, second).sum()
-        with torch.no_grad():
-            third.exp_()
-        return loss + _SaveAll.apply(w * 1, third, second, first).sum()
-
-    model = Calls(function)
-    compare(engine, model, lambda: model())
-
-
 def test_a_storage_that_was_changed_in_between_is_written_again(engine: OffloadEngine) -> None:
     def function(w: torch.Tensor) -> torch.Tensor:
         y = w * 2
