@@ -157,11 +157,7 @@ class RankShards:
         self._consolidated = self._consolidated_on = None
 
     def _streamed_states(self, subgroups: Sequence[Subgroup]) -> dict[torch.Tensor, State]:
-        """The states of all parameters, with large tensors in an unlinked file.
-
-        The states of one subgroup are in memory at a time. The tensors are ordinary ones over
-        private maps of the file, which is gone with the last of them.
-        """
+        """States as `OffloadedOptimizer.state_dict` has them; one subgroup in memory at a time."""
         states: dict[torch.Tensor, State] = {}
         all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
         with ScratchFile(self._directories) as scratch:
