@@ -117,6 +117,19 @@ def test_an_average_of_the_weights(model, optimizer, average):
     return [*history, weights(averaged)]
 
 
+@compared(overlaps=["commit", "eager"])
+def test_all_weights_as_a_vector(model, optimizer):
+    history = []
+    for number in range(3):
+        history.append(step(model, optimizer, number))
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            history.append({"vector": vector.clone()})
+            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+        del vector
+    return [*history, *train(model, optimizer)]
+
+
 @compared()
 def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
     """One storage has all weights then, and each weight counts its changes for itself."""
