@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
+from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
     DEVICE,
@@ -24,6 +25,7 @@ from tests.accelerator.support import (
     loss_of,
     make,
     needs_accelerator,
+    new_stream,
     sleep,
     stir,
     train,
@@ -98,6 +100,20 @@ def test_gradients_are_the_same_with_checkpoints_and_with_little_pinned_memory(
     disk: Path, memory: dict[str, str], options: dict[str, bool]
 ) -> None:
     same_with_and_without(lambda engine: passes(engine, **options), activations(disk, **memory))
+
+
+def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        if engine is None:
+            return passes(None)
+        stream = new_stream()
+        stream.wait_stream(torch.accelerator.current_stream())
+        with using_stream(stream):
+            found = passes(engine, wait=False)
+        stream.synchronize()
+        return found
+
+    same_with_and_without(run, activations(disk))
 
 
 def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None:
