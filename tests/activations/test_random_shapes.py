@@ -31,12 +31,17 @@ _GROWTH_BYTES = 5 * MiB
 
 
 class Mixture(nn.Module):
-    """Attention and a recurrent layer, as a coin says."""
+    """Attention, experts that the data choose, and as many rounds of both as a coin says."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
@@ -45,8 +50,13 @@ class Mixture(nn.Module):
         for _ in range(2 if branch == "twice" else 1):
             query, key, value = self.mix(x).chunk(3, -1)
             x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            rows = (x.mean(-1) > 0).nonzero(as_tuple=True)  # as many as the data choose
-            x = x.index_put(rows, F.gelu(self.out(x[rows])))
+            weights, chosen = self.router(x).softmax(-1).max(-1)
+            out = torch.zeros_like(x)
+            for index, expert in enumerate(self.experts):
+                rows = (chosen == index).nonzero(as_tuple=True)
+                if len(rows[0]):  # an expert that nobody chose saves nothing
+                    out = out.index_put(rows, expert(x[rows]) * weights[rows][:, None])
+            x = x + out
         return torch.tanh(x) if branch == "squashed" else x
 
 
