@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class ForwardHooks:
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
         other_hooks.step_aside_for_transforms(ActivationOffload)
         _keep_torch_compile_out()
+        self._module = weakref.ref(module)
         scopes = _Scopes(offload, owner)
         self._handles = [
             module.register_forward_pre_hook(scopes, prepend=True),
@@ -54,18 +56,14 @@ class ForwardHooks:
         """Take the hooks off the module. Idempotent."""
         for handle in self._handles:
             handle.remove()
-        leave_interrupted_calls()
+        leave_interrupted_calls(self._module())
 
 
 class _OpenScope(NamedTuple):
-    module: nn.Module
+    module: weakref.ref[nn.Module]
     call: list[int]  # its number, if it has one
-    scopes: _Scopes
+    offload: ActivationOffload
     hooks: saved_tensors_hooks | None
-
-    def leave(self) -> None:
-        with UninterruptedSection():
-            self.scopes.offload.leave(_open_scopes().pop().hooks)
 
 
 _of_thread = threading.local()
@@ -77,20 +75,30 @@ def _open_scopes() -> list[_OpenScope]:
     return scopes
 
 
-def leave_interrupted_calls(begins: nn.Module | None = None) -> None:
+def _leave_last() -> None:
+    with UninterruptedSection():
+        _, _, offload, hooks = _open_scopes().pop()
+        offload.leave(hooks)
+
+
+def leave_interrupted_calls(own: nn.Module | None = None, beginning: int = 0) -> None:
     """Leave the scopes of this thread whose calls were ended by a KeyboardInterrupt.
 
-    Torch runs hooks that are "always called" only for subclasses of Exception. A call that `begins`
-    is under way and has no scope yet.
+    Torch runs hooks that are "always called" only for subclasses of Exception.
+
+    Args:
+        own: a module of which calls count that have no number, as compiled ones.
+        beginning: calls of `own` that are under way and have no scope yet.
     """
     scopes = _open_scopes()
     while scopes:
-        module = scopes[-1].module
-        running = len(calls_of(module)) - (module is begins)
-        opened = sum(scope.module is module for scope in scopes)
-        if opened <= running or not (scopes[-1].call or module is begins or begins is None):
-            break
-        scopes[-1].leave()
+        module = scopes[-1].module()
+        if module is not None:
+            running = len(calls_of(module)) - (beginning if module is own else 0)
+            opened = sum(scope.module() is module for scope in scopes)
+            if opened <= running or not (scopes[-1].call or module is own):
+                break
+        _leave_last()
 
 
 class _Scopes:
@@ -100,11 +108,11 @@ class _Scopes:
     """
 
     def __init__(self, offload: ActivationOffload | None = None, owner: Any = None) -> None:
-        self.offload: Any = offload
+        self._offload: Any = offload
         self._owner = owner
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if self.offload is not None:
+        if self._offload is not None:
             (self._close if output else self._enter)(module)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -114,7 +122,7 @@ class _Scopes:
         """Open a scope for a call that begins."""
         calls = calls_of(module)
         if calls:
-            leave_interrupted_calls(begins=module)
+            leave_interrupted_calls(module, beginning=1)
         # What a checkpointed region computes again inside backward is needed at once.
         recomputes = torch._C._current_graph_task_id() != -1
         trains = torch.is_grad_enabled() and not recomputes
@@ -127,16 +135,20 @@ class _Scopes:
             )
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
-            hooks = self.offload.enter() if trains else None
-            _open_scopes().append(_OpenScope(module, calls[:1], self, hooks))
+            hooks = self._offload.enter() if trains else None
+            scope = _OpenScope(weakref.ref(module), calls[:1], self._offload, hooks)
+            _open_scopes().append(scope)
 
     def _close(self, module: nn.Module) -> None:
         """Close the scope of a call that ends, or raised."""
+        call = calls_of(module)[:1]
         # When a hook before ours raises, ours are not told of the beginning, but of the end.
-        scopes = _open_scopes()
-        last = scopes[-1] if scopes else None
-        if last and last.module is module and last.call == calls_of(module)[:1]:
-            last.leave()
+        if any(scope.module() is module and scope.call == call for scope in _open_scopes()):
+            while True:  # calls inside of it that were interrupted end with it
+                last = _open_scopes()[-1]
+                _leave_last()
+                if last.module() is module and last.call == call:
+                    break
 
 
 # ---------------------------------------------------------------------- torch.compile

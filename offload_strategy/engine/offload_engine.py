@@ -101,7 +101,8 @@ class OffloadEngine(EngineReports):
         self._log = StepLog(self._recorder, self._optimizers)
         if self.config.prometheus_port is not None:
             metrics: Any = weakref.WeakMethod(self.metrics)
-            port = self.config.prometheus_port + int(os.environ.get("LOCAL_RANK", "0"))
+            rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+            port = self.config.prometheus_port + rank
             self._resources.serve_metrics(port, lambda: (metrics() or dict)())
 
     # ------------------------------------------------------------------ attaching

@@ -25,7 +25,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import DeviceTier, HostTier, MemoryTier, PathTier, Quota
 from offload_strategy.telemetry import CLIENTS, Recorder
-from offload_strategy.telemetry.prometheus import PrometheusServer
+from offload_strategy.telemetry.prometheus import PrometheusMetrics
 from offload_strategy.units import MiB, format_size
 
 #: Block size in bytes for reads of external files.
@@ -173,7 +173,7 @@ class Resources:
         Raises a ConfigError if the port cannot be opened; the resources are closed then.
         """
         try:
-            self._stack.callback(PrometheusServer(port, read).close)
+            self._stack.callback(PrometheusMetrics(port, read).close)
         except BaseException:
             self.close()
             raise

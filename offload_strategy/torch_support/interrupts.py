@@ -36,10 +36,14 @@ def clear_last_traceback() -> None:
     A notebook keeps the traceback of an interrupted cell, or of one that ran out of memory, and
     with it the engine, the model and all tickets, until another exception follows.
     """
-    last_traceback = getattr(sys, "last_traceback", None)
-    if last_traceback is not None:
-        clear_frames(last_traceback)
-        last_traceback.tb_next = None  # a frame also has the closure of its function
+    shown: BaseException | None = getattr(sys, "last_value", None)
+    seen = set[int]()
+    while shown is not None and id(shown) not in seen:
+        seen.add(id(shown))
+        if shown.__traceback__ is not None:
+            clear_frames(shown.__traceback__)
+            shown.__traceback__.tb_next = None  # a frame also has the closure of its function
+        shown = shown.__cause__ or shown.__context__
 
 
 class UninterruptedSection:

@@ -6,11 +6,14 @@ import gc
 import sys
 import weakref
 from code import InteractiveInterpreter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from tests.training import settings
+from tests.training import activations_only, assert_same_bits, gradients, settings
 
 SET_UP = """
 import torch
@@ -66,3 +69,60 @@ def test_the_engine_of_an_interrupted_cell_ends_when_the_cells_are_run_again(
         assert earlier() is store() is None
     assert isinstance(sys.last_value, KeyboardInterrupt)  # the message stays
     cells["engine"].close()
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+class Catching(nn.Module):
+    """Goes on after a module inside of it was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Interrupted(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).exp()
+        with suppress(KeyboardInterrupt):
+            self.inner(x)
+        return self.last(x).exp()
+
+
+def hooks_in_force() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@pytest.mark.parametrize("inner", ["another engine", "the same engine"])
+def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(
+    disk: Path, inner: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Catching(), torch.ones(2, 4)
+    expected = gradients_after(model, x)
+    with activations_only(disk) as engine, activations_only(disk) as other:
+        engine.attach(model)
+        (other if inner == "another engine" else engine).attach(model.inner)
+        assert_same_bits(gradients_after(model, x), expected)
+        assert not hooks_in_force()
+
+
+def gradients_after(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(x).sum().backward()
+    return gradients(model)
+
+
+def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4))
+    engine = activations_only(disk)
+    engine.attach(model)
+    with suppress(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    seen = [weakref.ref(model), weakref.ref(engine)]
+    del model, engine
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+    with activations_only(disk):
+        assert not hooks_in_force()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.optim import AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.telemetry import prometheus
 from tests.engine.test_engine import model, train
 from tests.training import settings
 
@@ -76,11 +79,77 @@ def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(
         assert threading.active_count() == threads
 
 
+def test_of_several_engines_the_newest_open_one_is_served(
+    config: dict[str, Any], disk: Path
+) -> None:
+    used, port = "offload/tier/host/used_bytes", config["prometheus_port"]
+    with OffloadEngine(config) as first:
+        net = model()
+        train(net, first.attach(net, AdamW(net.parameters())))
+        assert scraped(port)[used] > 0
+        second = OffloadEngine(config)
+        assert scraped(port)[used] == 0
+        second.close()
+        assert scraped(port)[used] > 0
+
+
+def test_an_engine_may_be_collected_on_the_thread_that_serves(config: dict[str, Any]) -> None:
+    engine = OffloadEngine(config)
+    port = config["prometheus_port"]
+    server, thread = prometheus._servers[port], prometheus._servers[port].thread
+    cycle = [engine]
+    cycle.append(cycle)
+    server.service_actions = gc.collect  # type: ignore[method-assign]
+    del engine, cycle
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    server.service_actions = lambda: None  # type: ignore[method-assign]
+    while any(other.name.startswith("ssd-offload") for other in threading.enumerate()):
+        time.sleep(0.01)
+
+
+def test_a_client_that_says_nothing_does_not_keep_a_thread(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
+    threads = threading.active_count()
+    with (
+        OffloadEngine(config),
+        socket.create_connection(("127.0.0.1", config["prometheus_port"])),
+    ):
+        pass
+    assert threading.active_count() == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_keep_the_port(config: dict[str, Any]) -> None:
+    end, begin = os.pipe()
+    engine = OffloadEngine(config)
+    child = os.fork()
+    if child == 0:
+        os.close(begin)
+        os.read(end, 1)  # until the parent has closed its end
+        os._exit(0)
+    os.close(end)
+    engine.close()
+    with OffloadEngine(config):
+        assert scraped(config["prometheus_port"])
+    os.close(begin)
+    os.waitpid(child, 0)
+
+
 def test_what_cannot_be_served_is_refused(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with OffloadEngine(config), pytest.raises(ConfigError, match=r"cannot be opened .*in use"):
+    with socket.socket() as other:
+        other.bind(("", config["prometheus_port"]))
+        other.listen()
+        with pytest.raises(ConfigError, match=r"cannot be opened .*in use"):
+            OffloadEngine(config)
+    monkeypatch.setenv("LOCAL_RANK", "65535")
+    with pytest.raises(ConfigError, match=r"cannot be opened .*0-65535"):
         OffloadEngine(config)
+    monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload-strategy\[loggers\]'"):
         OffloadEngine(config)
