@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
@@ -174,6 +173,11 @@ def fitted(
 def quiet() -> Iterator[None]:
     """Without Lightning's notes and advice."""
     logger = logging.getLogger("lightning.pytorch")
-    with warnings.catch_warnings(), mock.patch.object(logger, "level", logging.ERROR):
-        warnings.simplefilter("ignore")
-        yield
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # which forgets what the logger has cached of its level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
