@@ -42,14 +42,32 @@ def test_training_is_the_same(kind: str, reentrant: bool | None, disk: Path) -> 
     compare(lambda: build(kind, reentrant), kind, disk, ALL if reentrant is None else BOTH)
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "LSTM"])
-def test_the_same_without_waiting_for_the_disk(kind: str, disk: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GPT-2", {"prefetch": 0, "budget": "60%"}),
+        ("LSTM", {"prefetch": 0, "budget": "60%"}),
+        ("GPT-2", {"host": "64MiB", "budget": "100%"}),
+    ],
+    ids=str,
+)
+def test_the_same_without_waiting_for_the_disk(
+    kind: str, options: dict[str, Any], disk: Path
+) -> None:
     schedule = SCHEDULES["three forwards first"]
     expected = run(kind, build(kind), schedule=schedule)
     model = build(kind)
-    with activations_only(disk, prefetch=0, budget="60%") as engine:
+    with activations_only(None if "host" in options else disk, **options) as engine:
         engine.attach(model)
-        assert_same_history(run(kind, model, schedule=schedule), expected)
+        left: list[float] = []
+
+        def between() -> None:
+            used = engine.metrics().get("offload/tier/host/used_bytes", 0)
+            left.append(used + moved(engine) + moved(engine, verb="forwarded"))
+
+        assert_same_history(run(kind, model, schedule=schedule, between=between), expected)
+        assert left[-1] > 0
+        assert engine.metrics().get("offload/tier/host/used_bytes", 0) == 0
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
