@@ -241,7 +241,7 @@ def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
     assert load_all_rates() == []
 
 
-def test_a_comparison_says_that_a_rate_was_probed(
+def test_a_probe_that_was_wrong_is_corrected_by_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [tmp_path / "nvme0", tmp_path / "nvme1"]
@@ -257,3 +257,34 @@ def test_a_comparison_says_that_a_rate_was_probed(
         part = found.part(f"{place} write")
         assert part.remark.startswith("predicted by a probe;")
         assert part.ratio == pytest.approx(0.25)
+
+    def probe(*_: Any) -> None:
+        raise AssertionError("what is known must not be measured again")
+
+    monkeypatch.setattr(measured_paths, "probe", probe)
+    with engine_on(*places) as engine:
+        for queue in engine._resources.queues["nvme"]:
+            assert queue.bandwidth.rate(Direction.WRITE) == pytest.approx(10e6)
+            assert queue.bandwidth.round_trip() is not None
+
+
+@pytest.mark.parametrize("trouble", ["garbage", "no folder", "no cache"])
+def test_figures_that_cannot_be_read_or_kept_change_nothing_else(
+    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    if trouble == "no folder":
+        cache.write_text("a file where the folder should be")
+    elif trouble == "no cache":
+        monkeypatch.setenv(CACHE_VARIABLE, "")
+    observe(monkeypatch, read=10e6, write=5e6)
+    with engine_on(disk) as engine:
+        train(engine, steps=1)
+    if trouble == "garbage":
+        (file,) = cache.glob("*.json")
+        file.write_text('{"format": 1, "of": "')
+    with engine_on(disk) as engine:
+        (queue,) = engine._resources.queues["nvme"]
+        assert queue.bandwidth.rate(Direction.WRITE) is None
+    kept = load_all_rates()
+    assert [figures[Direction.WRITE].runs for _, figures in kept] == [1] * (trouble == "garbage")
+    assert cache.exists() == (trouble != "no cache")
