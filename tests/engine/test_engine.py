@@ -241,6 +241,21 @@ def test_a_closed_engine_says_so(disk: Path) -> None:
     assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
+def test_an_exception_in_the_block_closes_the_engine(disk: Path) -> None:
+    net = model()
+    engine = OffloadEngine(settings(disk))
+
+    def fail() -> None:
+        with engine:
+            engine.attach(net)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert engine.closed
+    assert not net._forward_hooks
+
+
 @pytest.mark.parametrize("kept", ["nothing", "the model", "the optimizer", "the loss"])
 def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
     def forget() -> Any:
