@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import stat
 from itertools import pairwise
@@ -43,6 +44,13 @@ def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor
 def descriptor(name: str) -> int:
     """Of an entry of `deleted_files`."""
     return int(name.split(" ")[0])
+
+
+def content(name: str) -> bytes:
+    """Of the file, read by its descriptor."""
+    with mmap.mmap(-1, 3 * MiB) as page_aligned:
+        count = os.preadv(descriptor(name), [page_aligned], 0)
+        return page_aligned[:count]
 
 
 LARGE = torch.randn(300, 401)
@@ -101,6 +109,18 @@ def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way
         other = other.to(torch.bfloat16).to(torch.float32)
         assert torch.equal(first.tensor(), expected)
         assert torch.equal(second.tensor(), other)
+
+
+def test_a_tensor_may_be_written_to_and_the_file_stays_as_it_is(disk: Path) -> None:
+    before = deleted_files()
+    first, second = filled([disk], LARGE, LARGE + 1)
+    (name,) = deleted_files() - before
+    bytes_before = content(name)
+    first.zero_()
+    second.add_(1)
+    assert not first.any()
+    assert torch.equal(second, LARGE + 1 + 1)
+    assert content(name) == bytes_before
 
 
 def test_the_file_is_the_owners_alone_and_ends_with_the_last_tensor(disk: Path) -> None:
