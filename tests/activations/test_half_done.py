@@ -220,6 +220,11 @@ FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
         )
     },
     **{
+        f"{kind.__name__}: {place}": (kind, place, _raise(kind))
+        for kind in (SystemExit, GeneratorExit)
+        for place in ("middle of the model", "backward", "transform")
+    },
+    **{
         f"Ctrl-C: {place}": (KeyboardInterrupt, place, _press_ctrl_c)
         for place in (
             "first module", "pack of nested hooks", "region", "transform", "loss", "between, 1",
@@ -241,10 +246,10 @@ def fail_at(place: str, fault: Callable[[], Any], kind: type[BaseException]) -> 
     return way
 
 
-def _fail_in_a_scope(training: Training) -> None:
+def _fail_in_a_scope(training: Training, kind: type[BaseException]) -> None:
     assert training.engine is not None
-    arm("loss", _raise(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt), training.engine.forward():
+    arm("loss", _raise(kind))
+    with pytest.raises(kind), training.engine.forward():
         training.loss(next(training.batches(99)))
 
 
@@ -306,7 +311,8 @@ WAYS: dict[str, Callable[[Training], None]] = {
     "recompute in flight": _fails_in_flight("region, again", [1, 2, 0]),
     "thread dies in forward": _thread_dies("middle of the model"),
     "thread dies in backward": _thread_dies("backward"),
-    "error in a scope": _fail_in_a_scope,
+    "error in a scope": lambda training: _fail_in_a_scope(training, Failure),
+    "KeyboardInterrupt in a scope": lambda training: _fail_in_a_scope(training, KeyboardInterrupt),
     "exception is kept": _exception_that_holds_the_graph,
 }
 

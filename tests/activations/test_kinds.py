@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
@@ -134,3 +135,19 @@ def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
     model = Calls(lambda w: FUNCTIONS[name](w).sum() + (X @ w).exp().sin().sum())
     compare(engine, model, lambda: model())
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+class _Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        return x if depth == 0 else self(x, depth - 1) * x
+
+
+def test_gradients_are_the_same_through_a_module_that_calls_itself(engine: OffloadEngine) -> None:
+    torch.manual_seed(0)
+    model, x = _Recursive(), noise(3, 8).requires_grad_()
+    compare(engine, model, lambda: (model(x).pow(2).sum(), x))
