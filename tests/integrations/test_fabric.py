@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from offload_strategy import ConfigError
+from offload_strategy.units import MiB
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import WIDTH, assert_equal, batches, tiny_model
 from tests.integrations.support import OFFLOAD_ALL
@@ -218,6 +220,22 @@ def test_several_devices_or_machines_make_it_data_parallel(devices: int, nodes: 
     strategy = make_fabric("ssd_offload", devices=devices, num_nodes=nodes).strategy
     assert type(strategy).__name__ == "SSDOffloadDataParallelStrategy"
     assert (strategy.num_nodes, len(strategy.parallel_devices)) == (nodes, devices)
+    with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
+        type(strategy)(STREAMED)
+
+
+def test_processes_of_the_scripts_own_group_share_the_tiers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them has a Fabric of one device."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "2MiB"}]}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = set_up(make_fabric(offloading(config))).fabric.strategy.offload_engine
+        assert engine._resources.memory_tiers["host"].capacity == MiB
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}, {}], ids=str)

@@ -138,6 +138,8 @@ def test_several_devices_are_data_parallel_and_stream_no_weights(
     given = strategy_class(family)({"parameters": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
         make_trainer(pl, tmp_path, given, **options)
+    with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
+        type(made)({"parameters": {"enabled": True}})
 
 
 @in_both_installs

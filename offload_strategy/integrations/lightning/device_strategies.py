@@ -87,6 +87,7 @@ class ShardedMixin(OffloadStrategyMixin):
     """
 
     strategy_name = "ssd_offload_fsdp"
+    may_stream_weights = True
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class EngineOwner:
         """The engine of the current or the last training; None before the first."""
         return self._engine
 
-    def _open_engine(self, config: OffloadConfig, processes: int) -> OffloadEngine:
+    def _open_engine(self, config: OffloadConfig, processes: int | None) -> OffloadEngine:
         from offload_strategy.engine.offload_engine import OffloadEngine
 
         self._close_engine()
@@ -72,6 +72,8 @@ class EngineOwner:
 class EngineStrategy(EngineOwner, _Strategy):
     """A strategy whose engine offloads what its config says."""
 
+    #: Whether no two processes have the same weights, which only then can be streamed.
+    may_stream_weights = False
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
@@ -79,6 +81,13 @@ class EngineStrategy(EngineOwner, _Strategy):
 
         super().__init__(**options)
         self.config: OffloadConfig = OffloadConfig.load(config)
+        if self.config.parameters.enabled is True and not self.may_stream_weights:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
+                f"process, or those of processes that shard them, and these have a copy each. Use "
+                f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with "
+                f"strategy='ssd_offload' and devices=1"
+            )
 
     @property
     def _family(self) -> str:
@@ -89,7 +98,9 @@ class EngineStrategy(EngineOwner, _Strategy):
         """Return the engine of the next training, opening it if needed."""
         if self._engine is None or self._engine.closed:
             devices = getattr(self, "parallel_devices", None) or ()
-            return self._open_engine(self.config, max(1, len(devices)))
+            # With one device, the script may have initialized a process group of its own.
+            processes = len(devices) if len(devices) > 1 else None
+            return self._open_engine(self.config, processes)
         return self._engine
 
     @contextmanager
@@ -178,6 +189,7 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
     `ddp` has options of the framework's `DDPStrategy`, for several devices.
     """
 
+    may_stream_weights = True
     #: The strategy for several devices.
     parallel_class: type[EngineStrategy]
     #: The name of the option for precision.
@@ -205,13 +217,6 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
 
     def _become_parallel(self) -> None:
         """Take another class: the framework holds this object already, and has not used it yet."""
-        if self.config.parameters.enabled is True:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
-                f"process, or those of processes that shard them, and these have a copy each. Use "
-                f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with "
-                f"devices=1"
-            )
         this = cast(Any, self)
         options = {
             "accelerator": this._accelerator,
