@@ -63,7 +63,7 @@ compatibility: $(READY)
 	@for versions in lowest-direct highest; do \
 		python=build/compatibility/$$versions/bin/python; \
 		$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/compatibility/$$versions && \
-		$(BIN)/uv pip install --quiet --python $$python --resolution $$versions setuptools && \
+		$(BIN)/uv pip install --quiet --python $$python setuptools && \
 		$(BIN)/uv pip install --quiet --python $$python --resolution $$versions \
 			--no-build-isolation --editable '.[dev]' && \
 		$(BIN)/uv pip freeze --python $$python | grep -E '^(torch|lightning|accelerate|transformers|trl|peft|pydantic)=' && \
