@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import resource
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -190,5 +189,9 @@ def local_processes() -> int:
 
 def resource_limit(name: str) -> int | None:
     """Return the soft limit `RLIMIT_...` of this process, or None."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft

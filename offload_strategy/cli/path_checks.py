@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -127,12 +128,19 @@ def _refused(name: str, error: OffloadError) -> Check:
 
 
 def _check_unnamed_files(path: Path) -> Check:
-    found = "O_TMPFILE works: no file ever has a name"
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600))
-    except OSError:  # but a region could be opened
-        found = "no O_TMPFILE on this file system: a file is made and loses its name at once"
-    return Check(f"{path}: unnamed files", OK, found)
+    name = f"{path}: unnamed files"
+    flag = getattr(os, "O_TMPFILE", 0)
+    why = "this system has none"
+    if flag:
+        try:
+            os.close(os.open(path, os.O_RDWR | flag | os.O_EXCL, 0o600))
+            return Check(name, OK, "O_TMPFILE works: no file ever has a name")
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                found = f"a file cannot be made: {error.strerror}"
+                return Check(name, PROBLEM, found, "check the mount")
+            why = "the file system does not offer O_TMPFILE"
+    return Check(name, OK, f"{why}: a file is made and loses its name at once")
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def is_rotational(
     try:
         number = os.stat(mount_point).st_dev
         folder = devices / f"{os.major(number)}:{os.minor(number)}"
-    except OSError:
+    except (OSError, AttributeError):  # Windows has no numbers of devices
         return None
     if re.match(r"(vd|xvd|loop)", folder.resolve().name):
         return None

@@ -190,7 +190,9 @@ class IOConfig(Section):
         """Return `threads` if it was given, else its default or the number of usable cores."""
         if "threads" in self.model_fields_set:
             return self.threads
-        return min(self.threads, max(2, len(os.sched_getaffinity(0))))
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        return min(self.threads, max(2, cores))
 
 
 class MemoryConfig(Section):

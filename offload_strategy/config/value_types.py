@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
+
+
+def _must(be: str, allowed: Callable[[int], bool]) -> AfterValidator:
+    def validate(number: int) -> int:
+        if not allowed(number):
+            raise ValueError(f"must be {be}")
+        return number
+
+    return AfterValidator(validate)
 
 
 def _auto_or(parse: Callable[[Any], Any]) -> PlainValidator:
@@ -65,9 +74,16 @@ _AS_TEXT = PlainSerializer(
 )
 
 Size = Annotated[int, PlainValidator(parse_size), _SIZE_SCHEMA, _AS_TEXT]
-PositiveSize = Annotated[Size, Field(ge=1)]
-# Direct I/O moves whole pages.
-BlockSize = Annotated[Size, Field(gt=0, multiple_of=PAGE_BYTES)]
+PositiveSize = Annotated[
+    Size, _must("a size greater than 0 with its unit, such as '64GiB'", lambda size: size > 0)
+]
+BlockSize = Annotated[
+    Size,
+    _must(
+        f"a positive multiple of {PAGE_BYTES} bytes: direct I/O moves whole pages",
+        lambda size: size > 0 and size % PAGE_BYTES == 0,
+    ),
+]
 AutoOrSize = Annotated[
     int | Literal["auto"],
     _auto_or(parse_size),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from offload_strategy.cli import machine_checks as checks
+from offload_strategy.cli import path_checks
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.cli.path_checks import (
     check_devices,
@@ -186,6 +189,11 @@ def test_limits(found, status):
     assert found.status == status
 
 
+def test_a_system_without_limits_has_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert checks.resource_limit("RLIMIT_NOFILE") is None
+
+
 def test_a_torch_that_is_too_old_is_a_problem(monkeypatch):
     for version, status in (("2.11.0+cpu", OK), ("2.10.0a0+34c6371", OK), ("2.9.1", PROBLEM)):
         monkeypatch.setattr(torch, "__version__", version)
@@ -230,6 +238,26 @@ def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, c
     # Buffered I/O was chosen.
     assert found[2] == Check(f"{disk}: direct I/O", OK, "switched off by io.direct: false")
     assert caplog.records == []
+
+
+def test_unnamed_files_may_be_unknown_but_a_directory_must_take_files(disk, monkeypatch):
+    def answers(code: int) -> Check:
+        def refuse(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(path_checks.os, "open", refuse)
+            return path_checks._check_unnamed_files(disk)
+
+    for code in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+        assert answers(code).status == OK
+    for code in (errno.EACCES, errno.ENOSPC, errno.EROFS):
+        found = answers(code)
+        assert (found.status, found.advice) == (PROBLEM, "check the mount")
+        assert os.strerror(code) in found.found
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    found = path_checks._check_unnamed_files(disk)
+    assert (found.status, found.found.split(":")[0]) == (OK, "this system has none")
 
 
 def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):

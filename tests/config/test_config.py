@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -231,7 +232,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         (
             tier(kind="dram", capacity=0),
             "tiers[0].capacity",
-            "got 0, input should be greater than or equal to 1",
+            "got 0: must be a size greater than 0 with its unit",
         ),
         (tier(kind="dram", capacity="-1GiB"), "tiers[0].capacity", "negative"),
         (tier(kind="dram", capacity=1, overwrite=True), "tiers[0]", "remove overwrite"),
@@ -247,7 +248,8 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         ({"optimizer": {"subgroup_size": 0}}, "optimizer.subgroup_size", "at least one"),
         ({"optimizer": {"overlap": True}}, "optimizer.overlap", "'commit'"),
         ({"io": {"threads": 0}}, "io.threads", "greater than or equal to 1"),
-        ({"io": {"block_size": "1000B"}}, "io.block_size", "multiple of 4096"),
+        ({"io": {"block_size": "1000B"}}, "io.block_size", "direct I/O moves whole pages"),
+        ({"io": {"block_size": 0}}, "io.block_size", "must be a positive multiple of 4096 bytes"),
         ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
         ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
         ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
@@ -359,3 +361,9 @@ def test_accelerate_accepts_the_rest_of_our_launch_file(tmp_path):
     config = config_args.ClusterConfig.from_yaml_file(str(file))
     assert config.num_processes == 1
     assert config.use_cpu is True
+
+
+def test_a_system_without_affinity_of_threads_has_all_cores(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert OffloadConfig().io.threads_to_use() == 3

@@ -134,3 +134,8 @@ def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path)
     number = os.stat(tmp_path).st_dev
     (tmp_path / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / partition)
     assert is_rotational(tmp_path, tmp_path) is expected
+
+
+def test_a_system_without_numbers_of_devices_does_not_tell_of_disks(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "major")
+    assert is_rotational(tmp_path, tmp_path) is None

@@ -281,7 +281,7 @@ import torch  # which has ways of its own on such systems
 for module, names in (
     (os, ["O_DIRECT", "O_TMPFILE", "O_CLOEXEC", "O_NOFOLLOW", "posix_fallocate", "pread", "pwrite",
           "preadv", "pwritev", "fstatvfs", "statvfs", "register_at_fork", "fork", "getuid",
-          "posix_fadvise", "sched_getaffinity"]),
+          "posix_fadvise", "sched_getaffinity", "major", "minor"]),
     (mmap, [name for name in dir(mmap) if name.startswith(("MADV_", "MAP_", "PROT_"))]),
 ):
     for name in names:
