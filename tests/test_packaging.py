@@ -71,7 +71,7 @@ def test_the_wheel_carries_all_that_people_can_use_once(wheel: zipfile.ZipFile) 
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(entry_points).decode())
     assert parser["torch.backends"]["ssd_offload"] == "offload_strategy.autoload:register"
-    assert parser["console_scripts"]["ssd-offload"] == "offload_strategy.cli:main"
+    assert parser["console_scripts"]["ssd-offload"] == "offload_strategy.cli:program"
 
 
 @pytest.mark.slow

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from offload_strategy.errors import OffloadError
 
-__all__ = ["main"]
+__all__ = ["main", "program"]
 
 #: What a shell reports for a program that Ctrl-C ended.
 _INTERRUPTED = 130
+
+
+def program() -> int:
+    """Run the command line as the only task of this process, and return its exit status."""
+    with _without_collection():
+        from offload_strategy.cli import bench, doctor, file_commands, init, plan  # noqa: F401
+    # A collection at exit would look through all that torch made: half a second of each command.
+    gc.freeze()
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,14 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    # The import of torch makes a million objects that stay: looking through them again and again
-    # for garbage would take half a second of each command.
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Import without garbage collections: torch makes a million objects, and all of them stay."""
+    was_enabled = gc.isenabled()
     gc.disable()
-    from offload_strategy.cli import bench, doctor, file_commands, init, plan
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    gc.freeze()
-    gc.enable()
+
+def _parser() -> argparse.ArgumentParser:
+    with _without_collection():
+        from offload_strategy.cli import bench, doctor, file_commands, init, plan
     parser = argparse.ArgumentParser(
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )

@@ -2,7 +2,7 @@
 
 import sys
 
-from offload_strategy.cli import main
+from offload_strategy.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())
