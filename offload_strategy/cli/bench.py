@@ -22,7 +22,7 @@ from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rate
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
-from offload_strategy.telemetry import Progress
+from offload_strategy.telemetry import Direction, Progress
 from offload_strategy.units import MiB, format_size
 
 #: Size of the writes whose latency is measured: that of a small tensor.
@@ -34,9 +34,10 @@ _SWEEP_SECONDS = 0.25
 
 
 _DEVICE = "a directory, or a raw block device (what is on it is lost)"
+_SECONDS = {"type": rate(most=3600), "default": 2.0}
 _OPTIONS: list[Option] = [
     ("paths", _DEVICE, {"nargs": "+", "metavar": "PATH"}),
-    ("--seconds S", "of writing, and of reading (default: 2)", {"type": rate(), "default": 2.0}),
+    ("--seconds S", "of writing, and of reading (default: 2)", _SECONDS),
     (
         "--size SIZE",
         "to use; at most a quarter of what is free (default: 1GiB)",
@@ -75,10 +76,12 @@ def _bench(options: argparse.Namespace) -> int:
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
     with _Bar("", parts * len(options.paths), delay=0, miniters=0, bar_format=form) as bar:
         for number, path in enumerate(options.paths):
+            result: dict[str, Any] = {"path": path, "error": None}
+            results.append(result)
             try:
-                results.append(_measure(path, options, bar, parts * number))
-            except OffloadError as error:
-                results.append({"path": path, "error": str(error)})
+                _measure(result, options, bar, parts * number)
+            except OffloadError as error:  # the figures of before are worth having
+                result["error"] = str(error)
     _share(results)
     report = {name: getattr(options, name) for name in (*names, "seconds")} | {"paths": results}
     if options.json == "-":
@@ -108,9 +111,9 @@ class _Bar(Progress):
         return show
 
 
-def _measure(name: str, options: argparse.Namespace, bar: _Bar, part: int) -> dict[str, Any]:
-    """Return the figures of a path, as the report in JSON has them."""
-    path = Path(name)
+def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, part: int) -> None:
+    """Add the figures of a path to a result, as the report in JSON has them, phase by phase."""
+    path = Path(result["path"])
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
@@ -123,6 +126,13 @@ def _measure(name: str, options: argparse.Namespace, bar: _Bar, part: int) -> di
                 nbytes=options.size,
                 on_progress=bar.part(part, f"{path}: write, read"),
             )
+            result |= {
+                "file_system": "block device" if is_device else kind,
+                "direct": region.direct,
+                **_per_second(rates),
+                "written_bytes": rates[Direction.WRITE].nbytes,
+                "read_bytes": rates[Direction.READ].nbytes,
+            }
             # A run begins with these rates, and its report has them as the ceiling.
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
             save_rates(of, {**rates, **load_rates(of)})
@@ -133,7 +143,14 @@ def _measure(name: str, options: argparse.Namespace, bar: _Bar, part: int) -> di
                 seconds=options.seconds / 2,
                 on_progress=bar.part(part + 1, f"{path}: latency"),
             )
+        result["write_latency"] = {
+            "bytes": _LATENCY_BYTES,
+            "count": len(latencies),
+            "median_seconds": statistics.median(latencies),
+            "p99_seconds": _percentile(latencies, 0.99),
+        }
         sweep: list[dict[str, Any]] = []
+        result["sweep"] = sweep
         if options.sweep:
             show = bar.part(part + 2, f"{path}: sweep")
             kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
@@ -143,21 +160,6 @@ def _measure(name: str, options: argparse.Namespace, bar: _Bar, part: int) -> di
                     found = probe(region, backend, seconds=seconds, nbytes=options.size)
                 sweep.append({"threads": threads, "block_size": block, **_per_second(found)})
                 show(number / len(kinds))
-        return {
-            "path": name,
-            "file_system": "block device" if is_device else kind,
-            "direct": region.direct,
-            **_per_second(rates),
-            **{f"{way}_bytes": rates[way].nbytes for way in rates},
-            "write_latency": {
-                "bytes": _LATENCY_BYTES,
-                "count": len(latencies),
-                "median_seconds": statistics.median(latencies),
-                "p99_seconds": _percentile(latencies, 0.99),
-            },
-            "sweep": sweep,
-            "error": None,
-        }
 
 
 def _backend(name: str, threads: int, block_size: int) -> contextlib.closing[Backend]:
@@ -170,7 +172,7 @@ def _per_second(found: Rates) -> dict[str, float]:
 
 def _share(results: Sequence[dict[str, Any]]) -> None:
     """Set shares as a tier uses them: in proportion to the round-trip rate of each path."""
-    measured = [result for result in results if result["error"] is None]
+    measured = [result for result in results if "direct" in result]
     rates = [round_trip_rate(*_gigabytes(result)) for result in measured]
     for result, its in zip(measured, rates, strict=True):
         result["share"] = its / sum(rates)
@@ -192,11 +194,11 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
         ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
     ]
     for result in results:
-        if result["error"] is not None:
+        if "direct" not in result:
             continue
-        latency = result["write_latency"]
-        milliseconds = (latency[key] * 1e3 for key in ("median_seconds", "p99_seconds"))
-        figures = (f"{figure:.2f}" for figure in (*_gigabytes(result), *milliseconds))
+        latency = result.get("write_latency", {})
+        times = (latency.get(key, math.nan) * 1e3 for key in ("median_seconds", "p99_seconds"))
+        figures = (f"{it:.2f}".replace("nan", "-") for it in (*_gigabytes(result), *times))
         how = "direct" if result["direct"] else "buffered"
         row = (result["path"], result["file_system"], how, *figures, f"{result['share']:.0%}")
         rows.append(row)
@@ -218,7 +220,9 @@ def _sweep_rows(sweep: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         write, read = _gigabytes(one)
         row = rows.setdefault(one["threads"], [str(one["threads"])])
         row.append(f"{write:.2f} / {read:.2f}")
-    return [("threads", *map(format_size, _SWEEP_BLOCKS)), *map(tuple, rows.values())]
+    heading = ("threads", *map(format_size, _SWEEP_BLOCKS))
+    # A sweep that failed lacks the last figures.
+    return [heading, *((*row, *["-"] * (len(heading) - len(row))) for row in rows.values())]
 
 
 def _table(rows: Sequence[Sequence[str]], left: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,16 +16,17 @@ from offload_strategy.units import PAGE_BYTES, parse_size
 Option = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 
-def rate(unit: float = 1.0) -> Callable[[str], float]:
-    """Return the type of an option that is a number of units above 0."""
+def rate(unit: float = 1.0, most: float = math.inf) -> Callable[[str], float]:
+    """Return the type of an option that is a number of units above 0, up to `most`."""
+    limit = "" if most == math.inf else f" and at most {most:g}"
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0{limit}")
         return unit * value
 
     return parse
@@ -58,8 +60,9 @@ def add_options(parser: Any, options: Iterable[Option]) -> None:
 
 def check_writable(file: Path, force: bool) -> None:
     """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
-    place = file if file.exists() else file.absolute().parent
-    if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+    folder = file.absolute().parent
+    place = file if file.exists() else folder
+    if file.is_dir() or not folder.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(f"{file} is no file in a directory that you can write to; name one")
     if file.exists() and not force:
         raise ConfigError(f"{file} is there already; give --force to overwrite it")

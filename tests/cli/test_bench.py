@@ -19,6 +19,7 @@ import pytest
 from offload_strategy import OffloadEngine
 from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
+from offload_strategy.errors import StorageError
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
@@ -99,13 +100,45 @@ def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload)
     assert [set(found) for found in report["paths"]] == [{"path", "error"}]
 
 
+def test_a_later_phase_that_fails_keeps_the_figures_of_those_before(
+    disk, tmp_path, ssd_offload, monkeypatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the drive is gone")
+
+    file, measure = tmp_path / "bench.json", bench.probe
+    words = ["bench", disk, *QUICK, "--sweep", "--json", file]
+    probes = iter([measure, measure, fail])
+    monkeypatch.setattr(bench, "probe", lambda *given, **more: next(probes)(*given, **more))
+    in_sweep = ssd_offload(*words, status=1)
+    (found,) = json.loads(file.read_text())["paths"]
+    assert (len(found["sweep"]), found["error"], found["share"]) == (1, "the drive is gone", 1)
+    assert found["write_latency"]["count"] > 0
+    assert found["written_bytes"] > 0
+    assert re.search(r"\n1 +[\d.]+ / [\d.]+( +-){3}\n", in_sweep.out)
+    assert in_sweep.err == f"ssd-offload: {disk}: the drive is gone\n"
+
+    monkeypatch.setattr(bench, "probe", measure)
+    monkeypatch.setattr(bench, "write_latencies", fail)
+    row = ssd_offload(*words, status=1).out.splitlines()[-1].split()
+    (found,) = json.loads(file.read_text())["paths"]
+    assert found["error"] == "the drive is gone"
+    assert "write_latency" not in found
+    assert row[3:5] == [
+        f"{found[f'{way}_bytes_per_second'] / 1e9:.2f}" for way in ("write", "read")
+    ]
+    assert row[5:] == ["-", "-", "100%"]
+
+
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     disk, tmp_path, ssd_offload, monkeypatch
 ):
     monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("it was measured"))
-    file = str(tmp_path / "nowhere" / "bench.json")
-    said = ssd_offload("bench", disk, "--json", file, status=2).err
-    assert f"{file} is no file in a directory that you can write to" in said
+    (tmp_path / "file").touch()
+    for folder in ("nowhere", "file"):
+        file = str(tmp_path / folder / "bench.json")
+        said = ssd_offload("bench", disk, "--json", file, status=2).err
+        assert f"{file} is no file in a directory that you can write to" in said
 
 
 @pytest.mark.parametrize(
@@ -113,6 +146,8 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measur
     [
         ("--seconds 0", "argument --seconds"),
         ("--seconds soon", "argument --seconds"),
+        ("--seconds inf", "'inf' is not a number above 0 and at most 3600"),
+        ("--seconds 3601", "at most 3600"),
         ("--size 1", "argument --size"),
         ("--size 12parsecs", "argument --size"),
         ("--threads 0", "io.threads: got '0'"),
