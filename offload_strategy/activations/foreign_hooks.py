@@ -114,6 +114,23 @@ class _Through:
         return self.outer.unpack(known)
 
 
+def given_copies_of_frozen_weights(outer: HookPair | None) -> HookPair | None:
+    """Return `outer` such that it gets another Parameter on the same bytes for one that is frozen.
+
+    torch.utils.checkpoint keeps what is computed again, and tensors without gradients as the same
+    objects. A weight that is offloaded loses its bytes in place, unless others share its storage.
+    """
+    if outer is None:
+        return None
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+        return outer.pack(tensor)
+
+    return HookPair(pack, outer.unpack)
+
+
 # ---------------------------------------------------------------------- others who offload
 def refuse_hooks_that_offload(outer: HookPair | None) -> None:
     """Raise a ConfigError if the hooks around ours are those of another activation offload."""

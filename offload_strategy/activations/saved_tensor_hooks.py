@@ -194,7 +194,7 @@ class ActivationOffload:
         if not allowed or other_hooks.belong_to(self):
             yield allowed
             return
-        outer = other_hooks.foreign(ActivationOffload)
+        outer = other_hooks.given_copies_of_frozen_weights(other_hooks.foreign(ActivationOffload))
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.zoo import batch, build, loss_of
@@ -19,6 +20,7 @@ from tests.training import (
     Numbers,
     assert_same_bits,
     assert_same_history,
+    gradients,
     in_turn,
     weights,
 )
@@ -222,3 +224,50 @@ def test_two_engines_in_turn_leave_plain_parameters(disk: Path) -> None:
             history += train(model, optimizer, 2, first=2 * number)
         assert all(type(p) is nn.Parameter for p in model.parameters())
     assert_same_history([*history, weights(model)], [*expected, weights(plain)])
+
+
+# ---------------------------------------------------------------------- recomputed regions
+class Product(nn.Module):
+    """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight).tanh()
+
+
+@pytest.mark.parametrize("trained", ["bias", "0.weight", "blocks.3"])
+def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(
+    disk: Path, trained: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(Product(), Product()) for _ in range(4))
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(trained in name)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Numbers]:
+        history = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.ones(2, 16, requires_grad=True)
+            model(x).sum().backward()
+            assert x.grad is not None
+            history.append({"input": x.grad, **gradients(model)})
+            optimizer.step()
+        return history
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Model()
+
+    parameters = {"enabled": True, "min_size": 1}
+    compare(disk, use, make, adamw_of_trained, **overlapping("off"), parameters=parameters)
