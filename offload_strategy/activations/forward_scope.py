@@ -141,14 +141,15 @@ class _Scopes:
 
     def _close(self, module: nn.Module) -> None:
         """Close the scope of a call that ends, or raised."""
-        call = calls_of(module)[:1]
+        call, scopes = calls_of(module)[:1], _open_scopes()
         # When a hook before ours raises, ours are not told of the beginning, but of the end.
-        if any(scope.module() is module and scope.call == call for scope in _open_scopes()):
-            while True:  # calls inside of it that were interrupted end with it
-                last = _open_scopes()[-1]
-                _leave_last()
-                if last.module() is module and last.call == call:
-                    break
+        places = [
+            place
+            for place, scope in enumerate(scopes)
+            if scope.module() is module and scope.call == call
+        ]
+        while places and len(scopes) > places[-1]:  # interrupted calls inside of it end with it
+            _leave_last()
 
 
 # ---------------------------------------------------------------------- torch.compile

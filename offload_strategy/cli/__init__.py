@@ -18,11 +18,10 @@ _INTERRUPTED = 130
 
 def program() -> int:
     """Run the command line as the only task of this process, and return its exit status."""
-    with _without_collection():
-        from offload_strategy.cli import bench, doctor, file_commands, init, plan  # noqa: F401
+    parser = _parser()
     # A collection at exit would look through all that torch made: half a second of each command.
     gc.freeze()
-    return main()
+    return _run(parser.parse_args())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 if all is well, 1 if a command found a problem, 2 if what the user
     gave is wrong, 130 after Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
+    return _run(_parser().parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options) or 0)
     except OffloadError as error:

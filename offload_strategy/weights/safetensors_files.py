@@ -142,11 +142,13 @@ def save_shards(
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     same = {name: kept for name, kept in names.items() if kept != name}
     shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
     for name in first.values():
-        size = sum(tensor.nbytes for tensor in shards[-1].values())
         if size + tensors[name].nbytes > shard_bytes and shards[-1]:
             shards.append({})
+            size = 0
         shards[-1][name] = tensors[name]
+        size += tensors[name].nbytes
     total = len(shards)
     files = {
         f"{_NAME}{_SUFFIX}" if total == 1 else f"{_NAME}-{number:05}-of-{total:05}{_SUFFIX}": shard
