@@ -176,9 +176,20 @@ class IOConfig(Section):
     refuses a file system that does not."""
     checksum: bool = False
     """Whether every read is checked against what was written (XXH3, package xxhash)."""
+    encryption: bool = False
+    """Whether ssd tiers hold only what this run can read (AES-256-GCM, package cryptography): the
+    key is in memory and gone with the process. Every read is checked too, without a checksum.
+    Optimizer state dicts are in memory then, and not in a scratch file."""
 
     @model_validator(mode="after")
     def _errors_are_noticed(self) -> Self:
+        if self.encryption and self.backend not in ("auto", "posix"):
+            raise ValueError(
+                f"encryption: true needs backend: posix, as {self.backend} moves bytes past the "
+                f"host's memory, where they are encrypted; leave out one of the two"
+            )
+        if self.encryption and self.block_size >= 2 * GiB:
+            raise ValueError("encryption: true takes a block_size below 2 GiB; lower it")
         if self.backend == "deepnvme" and not self.checksum:
             raise ValueError(
                 "backend: deepnvme needs checksum: true, as DeepSpeed does not say when a read or "

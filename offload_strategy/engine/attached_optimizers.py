@@ -120,7 +120,7 @@ class AttachedOptimizers:
             precision=precision,
             new_weight_tiers=self._resources.new_weight_tiers,
             gradient_memory=gradient_memory,
-            directories=scratch_directories(self._resources.paths["optimizer"]),
+            directories=scratch_directories(self._resources.paths.get("optimizer", [])),
             residency=self.stream,
             dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),

@@ -17,6 +17,7 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import Checksum, PathQueue, create_checksum
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
@@ -50,6 +51,7 @@ class Resources:
     quotas: dict[PathQueue, Quota] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
+    #: Paths where files with what is offloaded may be; none where all that is there is encrypted.
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
     _file_queues: list[PathQueue] = field(default_factory=list)
@@ -81,7 +83,11 @@ class Resources:
                 for path in tier.paths
             ]
         )
-        checksum = create_checksum() if config.io.checksum else None
+        checksum: Checksum | BlockCipher | None = None
+        if config.io.encryption:  # which notices what a checksum would
+            checksum = BlockCipher(config.io.block_size)
+        elif config.io.checksum:
+            checksum = create_checksum()
         accelerated = torch.accelerator.is_available()
         available = available_bytes() // processes
         pinned = config.memory.pinned_bytes(available, accelerated=accelerated)
@@ -108,7 +114,8 @@ class Resources:
                 resources.memory_tiers[tier.name] = memory(tier.name, tier.capacity)
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
-                resources.paths[client] = [path for tier in names for path in tier.paths]
+                if not config.io.encryption:
+                    resources.paths[client] = [path for tier in names for path in tier.paths]
             resources._measure()
         except BaseException:
             resources.close()
@@ -185,7 +192,7 @@ class Resources:
             self._stack.close()
 
     def _open_paths(
-        self, tier: TierConfig, config: OffloadConfig, checksum: Checksum | None
+        self, tier: TierConfig, config: OffloadConfig, checksum: Checksum | BlockCipher | None
     ) -> None:
         several, close = len(tier.paths) > 1, self._stack.callback
         queues = self.queues[tier.name] = []
@@ -200,7 +207,7 @@ class Resources:
             path_lock = PathLock(region.path)
             close(path_lock.close)
             backend = create_backend(
-                config.io.backend,
+                "posix" if config.io.encryption else config.io.backend,
                 threads=config.io.threads_to_use(),
                 block_size=config.io.block_size,
             )

@@ -36,7 +36,7 @@ tiers:
 activations: {enabled: true,  tiers: [host, nvme0], min_size: 1MiB, budget: auto, prefetch: auto}
 optimizer:   {enabled: true,  tiers: [host, nvme0, pfs], subgroup_size: auto, state_dtype: float32, overlap: commit}
 parameters:  {enabled: false, tiers: [nvme0], blocks_in_flight: 2}
-io:          {backend: auto, threads: 4, block_size: 4MiB, direct: auto, checksum: false}
+io:          {backend: auto, threads: 4, block_size: 4MiB, direct: auto, checksum: false, encryption: false}
 memory:      {pinned: 4GiB}
 """  # noqa: E501
 

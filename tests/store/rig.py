@@ -14,6 +14,7 @@ import torch
 
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
@@ -52,12 +53,16 @@ class Rig:
     block_size: int = 1 * MiB
     paths: int = 1
     checksum: bool = False
+    encryption: bool = False
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
-        check = create_checksum() if self.checksum else None
+        check: Any = create_checksum() if self.checksum else None
+        if self.encryption:
+            check = BlockCipher(self.block_size)
+        self.check = check
         self.regions: list[Region] = []
         self.backends: list[ObedientBackend] = []
         self.queues: list[PathQueue] = []

@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
 from tests.store.rig import CLIENT, PAGE, Rig, meanwhile, noise
 
+#: What notices wrong bytes; encryption where its package is installed.
+CHECKS = ["", "checksum", *(["encryption"] if find_spec("cryptography") else [])]
+
 
 class HeapAgainstADictionary(RuleBasedStateMachine):
     """The disk completes its blocks when this machine says so, in any order between operations."""
@@ -36,9 +40,9 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         host=st.sampled_from([0, 3 * PAGE]),
         block=st.sampled_from([PAGE, 4 * PAGE]),
         paths=st.integers(1, 3),
-        checksum=st.booleans(),
+        check=st.sampled_from(CHECKS),
     )
-    def start(self, host: int, block: int, paths: int, checksum: bool) -> None:
+    def start(self, host: int, block: int, paths: int, check: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         # Tickets of a few pages are striped here.
         self.patch = pytest.MonkeyPatch()
@@ -56,7 +60,8 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
             budget=8 * PAGE,
             block_size=block,
             paths=paths,
-            checksum=checksum,
+            checksum=check == "checksum",
+            encryption=check == "encryption",
         )
         self.foreign = ExternalFile(shard, "shards", direct=False)
         self.shards = PathQueue(self.foreign, self.rig.backend, self.rig.recorder)
@@ -120,7 +125,7 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         fails = fault == ("write" if write else "read")
         backend.complete(error=OSError("broken") if fails else None)
 
-    @precondition(lambda self: self.content and self.rig.checksum)
+    @precondition(lambda self: self.content and self.rig.check)
     @rule(index=st.integers(0, 99), byte=st.integers(0, 5 * PAGE))
     def a_bit_flips(self, index: int, byte: int) -> None:
         ticket = self.chosen(index)

@@ -66,7 +66,7 @@ class PosixBackend(Backend):
         # One pool for both directions: a caller that submits at most `depth` requests of each, or
         # twice as many small ones, finds a thread for a read even when every write is stuck.
         self._threads = ThreadPool("ssd-offload-io", 4 * threads)
-        self._bounce = _BounceBuffer(block_size)
+        self._bounce = BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
     def submit(self, requests: Sequence[BlockRequest]) -> None:
@@ -95,7 +95,7 @@ class PosixBackend(Backend):
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
         if request.before is not None:
-            if request.write:
+            if request.write and not request.stages:
                 # Neighbours of a tensor may change while it is written: a checksum holds of a copy.
                 _memmove(self._bounce.address, request.address, request.nbytes)
                 request.address = self._bounce.address
@@ -112,7 +112,7 @@ class PosixBackend(Backend):
         elif request.write or request.whole_pages:
             whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
-            view = _view_of(request.address, whole)
+            view = view_of(request.address, whole)
             self.move_pages(request, view, request.offset, min(whole, request.nbytes))
         rest = request.nbytes - whole
         if rest > 0:
@@ -127,7 +127,7 @@ class PosixBackend(Backend):
     def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
         """Move adjacent blocks with one system call; False unless every byte moved."""
         first = requests[0]
-        views = [_view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
+        views = [view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
         nbytes = sum(map(len, views))
         call = os.pwritev if first.write else os.preadv
         try:
@@ -188,7 +188,7 @@ class _Batch:
         request.on_done(error)
 
 
-class _BounceBuffer(threading.local):
+class BounceBuffer(threading.local):
     """One page-aligned buffer per thread, for memory that direct I/O cannot use."""
 
     def __init__(self, nbytes: int) -> None:
@@ -213,7 +213,8 @@ class _CachedBlocks(threading.local):
                 _drop_from_cache(*self._blocks.popleft())
 
 
-def _view_of(address: int, nbytes: int) -> memoryview:
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Return memory as a view, which does not keep it alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address))
 
 

@@ -21,7 +21,8 @@ class BlockRequest:
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
     What `before` finds at `address` is what is written, even if the caller's memory changes. With
-    `whole_pages` a read may overwrite its memory up to the end of the last page.
+    `whole_pages` a read may overwrite its memory up to the end of the last page. With `stages`,
+    `before` sets `address` to memory of its own, from which or to which the bytes move.
     """
 
     write: bool
@@ -33,6 +34,7 @@ class BlockRequest:
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
     whole_pages: bool = False
+    stages: bool = False
 
 
 class Backend(ABC):

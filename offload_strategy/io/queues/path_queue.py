@@ -14,6 +14,7 @@ from timeit import default_timer as perf_counter
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
 from offload_strategy.io.queues.request_queue import (
     InFlight,
@@ -56,7 +57,7 @@ class PathQueue:
         recorder: Recorder,
         *,
         path_lock: PathLock | None = None,
-        checksum: Checksum | None = None,
+        checksum: Checksum | BlockCipher | None = None,
     ) -> None:
         self.region = region
         self.backend = backend
@@ -257,6 +258,9 @@ class PathQueue:
         )
         if part.digests is not None and self.checksum is not None:
             number = begin // self.backend.block_size
+            if isinstance(self.checksum, BlockCipher):
+                self.checksum.guard(request, part.digests, number, self._where)
+                return request
             add_checksum(request, self.checksum, part.digests, number, self._where)
         return request
 
