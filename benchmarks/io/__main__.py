@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.io.buffers import buffers
 from benchmarks.io.bulk import bulk
 from benchmarks.io.cpu import cpu
+from benchmarks.io.encryption import encryption
 from benchmarks.io.faults import faults
 from benchmarks.io.overflow import overflow
 from benchmarks.io.processes import processes
@@ -36,6 +37,7 @@ LINES: dict[str, Line] = {
     "processes": processes,
     "urgent": urgent,
     "buffers": buffers,
+    "encryption": encryption,
     "overflow": overflow,
     "faults": faults,
 }

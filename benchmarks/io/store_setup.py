@@ -14,6 +14,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
@@ -35,6 +36,7 @@ class OurStore:
         write_behind: bytes that may wait to be written.
         capacity: bytes of each path, or None for what is free.
         with_path_lock: whether reads take the path lock, which processes share.
+        encryption: whether what is on the paths is encrypted.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class OurStore:
         write_behind: int = 4 * GiB,
         capacity: int | None = None,
         with_path_lock: bool = False,
+        encryption: bool = False,
     ) -> None:
         io = OffloadConfig().io
         self._undo = ExitStack()
@@ -53,6 +56,7 @@ class OurStore:
             self.pool = BufferPool(budget)
             undo.callback(self.pool.close)
             self.store = TensorStore(self.pool, self.recorder, write_behind=write_behind)
+            cipher = BlockCipher(io.block_size) if encryption else None
             queues = []
             for directory in directories:
                 region = Region(directory, "disk", capacity, direct=True)
@@ -64,7 +68,9 @@ class OurStore:
                     io.backend, threads=io.threads_to_use(), block_size=io.block_size
                 )
                 undo.callback(backend.close)
-                queue = PathQueue(region, backend, self.recorder, path_lock=path_lock)
+                queue = PathQueue(
+                    region, backend, self.recorder, path_lock=path_lock, checksum=cipher
+                )
                 undo.callback(queue.close)
                 queues.append(queue)
                 if len(directories) > 1:
