@@ -64,6 +64,10 @@ class Budget:
             limit *= trace.saved_bytes
         return limit is None or trace.left_bytes + nbytes <= limit
 
+    def may_stay(self, trace: Trace) -> bool:
+        """Return whether memory has room for the latest item, which was admitted."""
+        return True
+
     def must_leave(self, trace: Trace) -> int | None:
         """Return how many bytes in flight must be written although backward starts; None: all."""
         return None

@@ -183,6 +183,11 @@ class PlannedBudget(Budget):
         trace.held += perf_counter() - begin
         return leaves
 
+    def may_stay(self, trace: Trace) -> bool:
+        """See `Budget.may_stay`."""
+        stays = self._items_bytes(trace) - self._writes.leaving_bytes()
+        return stays <= self._room_after(trace.signature)
+
     def must_leave(self, trace: Trace) -> int | None:
         """See `Budget.must_leave`: the bytes for which there is no room."""
         if self._profiler.baseline is None:

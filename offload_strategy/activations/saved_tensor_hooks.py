@@ -33,6 +33,7 @@ from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
+from offload_strategy.activations.write_budget import WriteBudget
 from offload_strategy.errors import OffloadError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
@@ -64,8 +65,9 @@ class ActivationOffload:
 
     `budget`: bytes (int) or share (float) that may leave in a pass; None for all, "auto" for what
     can be hidden (SSDTrain, section 3.1); `plan_within` decides instead if it is given.
-    `prefetch_bytes` is how far ahead of backward to load; None to load by time. `verify` compares
-    unpacked tensors with the originals, which stay in memory.
+    `prefetch_bytes` is how far ahead of backward to load; None to load by time. What is over
+    `write_budget` stays, as far as there is memory for it. `verify` compares unpacked tensors with
+    the originals, which stay in memory.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ActivationOffload:
         prefetch_bytes: int | None = None,
         most_backlog: int,
         plan_within: MemoryLimit | None = None,
+        write_budget: WriteBudget | None = None,
         verify: bool = False,
     ) -> None:
         self._store = store
@@ -102,6 +105,7 @@ class ActivationOffload:
             self._budget = AutomaticBudget(self._writes, most_backlog)
         else:
             self._budget = Budget(budget)
+        self._write_budget = write_budget
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
@@ -164,6 +168,8 @@ class ActivationOffload:
         if self._min_size < sys.maxsize:
             other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
+        if self._write_budget is not None:
+            self._write_budget.begin_pass()
         if self.planned is None:
             self._store.pass_begins()
         else:  # memory is at its peak when forward ends; backward needs the buffers
@@ -270,6 +276,10 @@ class ActivationOffload:
         item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
+        if leaves and self._write_budget is not None:
+            in_memory = self._writes.has_room_in_memory(nbytes)  # of a tier, where nothing wears
+            within = in_memory or self._write_budget.admits(nbytes)
+            leaves = within or not self._budget.may_stay(trace)
         trace.memory_saved.append(trace.alive_bytes())
         if not leaves:
             self._kept_bytes += nbytes

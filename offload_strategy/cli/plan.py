@@ -59,6 +59,7 @@ _OPTIONS: dict[str, list[Option]] = {
     "machine": [
         ("--gpu --device NAME", _DEVICES),
         ("--ssd [Nx]NAME", "drives, such as p5510 or 4xP5510"),
+        ("--writes-per-day SIZE", "what a run may write to the drives in a day, such as 2TB"),
         ("--host-memory SIZE", "host memory, such as 768GiB"),
         ("--duplex", f"with --device {CPU}: drives read and write at full rates at the same time"),
         (

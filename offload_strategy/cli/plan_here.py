@@ -77,10 +77,13 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     """Return the model and the machine: this one, except for what options say of it."""
     named = options.gpu not in (None, CPU)
     found = device(options.gpu) if named else None if options.gpu else this_gpu()
+    made: Request | CpuRequest
     if found is None:
-        return cpu_request(options, shape, quickly=not options.search)
-    memory = options.host_memory or available_bytes()
-    return Request(shape, found, drives_of(options), memory, options.flops)
+        made = cpu_request(options, shape, quickly=not options.search)
+    else:
+        memory = options.host_memory or available_bytes()
+        made = Request(shape, found, drives_of(options), memory, options.flops)
+    return replace(made, drives=replace(made.drives, writes_per_day=options.writes_per_day))
 
 
 def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:

@@ -396,17 +396,18 @@ class OffloadConfig(Section):
         return [by_name[name] for name in names]
 
     def divided(self, among: int) -> OffloadConfig:
-        """Return the config of one of several processes, with its part of every tier's capacity.
+        """Return the config of one of several processes, with its part of what each tier may take.
 
         Args:
             among: processes that share the tiers.
         """
         if among == 1:
             return self
-        tiers = [
-            tier.model_copy(update={"capacity": tier.capacity and max(1, tier.capacity // among)})
-            for tier in self.tiers
-        ]
+        tiers = []
+        for tier in self.tiers:
+            shared = {"capacity": tier.capacity, "writes_per_day": tier.writes_per_day}
+            parts = {name: size and max(1, size // among) for name, size in shared.items()}
+            tiers.append(tier.model_copy(update=parts))
         return self.model_copy(update={"tiers": tiers})
 
     def to_yaml(self) -> str:

@@ -14,6 +14,7 @@ from offload_strategy.config.value_types import PositiveSize
 _NOT_FOR_MEMORY = {
     "path": "cannot have a path",
     "endurance_tbw": "does not wear out",
+    "writes_per_day": "does not wear out",
     "shared": "no other machine uses",
     "overwrite": "carries nothing",
 }
@@ -47,6 +48,10 @@ class TierConfig(Section):
     """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)
     """Share of the rated endurance after which a run warns about what it has written."""
+    writes_per_day: PositiveSize | None = None
+    """Bytes that all processes of a run on this machine may write to the tier in a day, in the mean
+    over the run. Activations that would exceed it stay in memory, as far as there is room; what
+    must move nevertheless goes on, with a warning after the first hour. null means no limit."""
     shared: bool = False
     """Whether other machines use the directories too (a parallel or network file system). Each
     process then uses its own subdirectory, named after its host and rank."""

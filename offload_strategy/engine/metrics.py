@@ -9,13 +9,17 @@ from timeit import default_timer as perf_counter
 import psutil
 import torch
 
-from offload_strategy.config import OffloadConfig
+from offload_strategy.config import Client, OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
 from offload_strategy.units import SECONDS_PER_DAY, SECONDS_PER_YEAR, format_size
 
 logger = get_logger(__name__)
+
+#: A budget of writes counts as exceeded by this factor, and of this time at the earliest: until
+#: then a run may write what it gives for all of it, such as the first states.
+_EXCEEDED, _PATIENCE_SECONDS = 1.05, 3600.0
 
 
 class Metrics:
@@ -26,7 +30,7 @@ class Metrics:
         self._resources = resources
         self._recorder = resources.recorder
         self._started_at = perf_counter()
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def read(
         self,
@@ -66,28 +70,45 @@ class Metrics:
             **self._endurance(),
         }
 
-    def warn_about_endurance(self) -> None:
-        """Warn once per tier when this run has written much of its drives' rated endurance."""
+    def write_budgets(self, client: Client) -> dict[str, int]:
+        """Return what may be written in a day, in bytes, for the tiers of a client with a limit."""
+        tiers = self._config.tiers_for(client)
+        return {tier.name: tier.writes_per_day for tier in tiers if tier.writes_per_day}
+
+    def warn_about_wear(self) -> None:
+        """Warn once per tier of much of its drives' endurance, and of a budget that is not kept."""
+        elapsed = perf_counter() - self._started_at
         for tier in self._config.tiers:
-            if tier.endurance_tbw is None or tier.name in self._warned:
-                continue
             written = self._recorder.tier_bytes[tier.name, Direction.WRITE]
-            rated = tier.endurance_tbw * 1e12
-            if written < tier.endurance_share * rated:
-                continue
-            self._warned.add(tier.name)
-            elapsed = perf_counter() - self._started_at
+            budget, rated = tier.writes_per_day, (tier.endurance_tbw or math.inf) * 1e12
+            days = max(elapsed, _PATIENCE_SECONDS) / SECONDS_PER_DAY
+            if budget is not None and written > _EXCEEDED * budget * days:
+                moved = self._recorder.client_bytes
+                parts = [f"{name} {format_size(moved[name, 'written'])}" for name in CLIENTS]
+                self._warn(
+                    ("budget", tier.name),
+                    f"{written / budget / days:.3g} times what tiers[].writes_per_day "
+                    f"({format_size(budget)}) allows until now. It cannot be kept: activations "
+                    f"leave only where memory has no room for them, and the rest must move "
+                    f"(so far {', '.join(parts)}). More memory, a dram tier before it, larger "
+                    f"steps (accumulation) or optimizer.overlap: off write less.",
+                )
+            if written >= tier.endurance_share * rated:
+                self._warn(
+                    ("rating", tier.name),
+                    f"{written / rated:.2g} of the {tier.endurance_tbw:.4g} TB that its drives are "
+                    f"rated for (tiers[].endurance_share: {tier.endurance_share:g}). At this rate "
+                    f"they last {_years(rated, written, elapsed):.2g} years. A dram tier before "
+                    f"it, or a smaller activations.budget, writes less.",
+                )
+
+    def _warn(self, what: tuple[str, str], text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            written = format_size(self._recorder.tier_bytes[what[1], Direction.WRITE])
+            hours = (perf_counter() - self._started_at) / 3600
             logger.warning(
-                "tier %s: this run has written %s in %.1f h, %.2g of the %.4g TB that its drives "
-                "are rated for (tiers[].endurance_share: %g). At this rate they last %.2g years. "
-                "A dram tier before it, or a smaller activations.budget, writes less.",
-                tier.name,
-                format_size(written),
-                elapsed / 3600,
-                written / rated,
-                tier.endurance_tbw,
-                tier.endurance_share,
-                _years(tier.endurance_tbw, written, elapsed),
+                "tier %s: this run has written %s in %.1f h, %s", what[1], written, hours, text
             )
 
     def _endurance(self) -> dict[str, float]:
@@ -98,7 +119,7 @@ class Metrics:
                 tier_written = self._recorder.tier_bytes[tier.name, Direction.WRITE]
                 written += tier_written
                 if tier.endurance_tbw is not None and tier_written:
-                    years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
+                    years = min(years, _years(tier.endurance_tbw * 1e12, tier_written, elapsed))
         return {
             "offload/endurance/written_bytes": float(written),
             "offload/endurance/written_bytes_per_day": written / elapsed * SECONDS_PER_DAY,
@@ -106,6 +127,6 @@ class Metrics:
         }
 
 
-def _years(endurance_tbw: float, written: int, seconds: float) -> float:
-    """Return the lifetime in years of drives that are written to at this rate."""
-    return endurance_tbw * 1e12 / (written / seconds) / SECONDS_PER_YEAR
+def _years(rated: float, written: int, seconds: float) -> float:
+    """Return the lifetime in years of drives that are rated for so many bytes, at this rate."""
+    return rated / (written / seconds) / SECONDS_PER_YEAR

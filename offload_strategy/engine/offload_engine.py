@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
+from offload_strategy.activations.write_budget import WriteBudget
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
@@ -40,8 +41,6 @@ logger = get_logger(__name__)
 
 #: Offload is reported as unnecessary if what it moves would fit this many times into free memory.
 _FREE_MEMORY_FACTOR = 2
-#: Forward passes between two checks of how much was written to each drive.
-_ENDURANCE_CHECK_INTERVAL = 32
 
 
 class OffloadEngine(EngineReports):
@@ -75,7 +74,9 @@ class OffloadEngine(EngineReports):
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
         processes = local_processes() if processes is None else processes
-        self._resources = Resources.open(self.config.divided(processes), self._recorder, processes)
+        divided = self.config.divided(processes)
+        self._resources = Resources.open(divided, self._recorder, processes)
+        self._metrics = Metrics(divided, self._resources)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._choice = AutomaticChoice(
             self.config,
@@ -97,8 +98,7 @@ class OffloadEngine(EngineReports):
         self._last_microbatch = True
         self._forwards = 0
         self._device = torch.device("cpu")
-        self._metrics = Metrics(self.config, self._resources)
-        self._log = StepLog(self._recorder, self._optimizers)
+        self._log = StepLog(self._recorder, self._optimizers, self._metrics.warn_about_wear)
         if self.config.prometheus_port is not None:
             metrics: Any = weakref.WeakMethod(self.metrics)
             rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
@@ -276,8 +276,6 @@ class OffloadEngine(EngineReports):
             self._advise()
         if self._forwards == self.config.planning.profile_steps + 2:
             self._choice.explain(self.effective_config())
-        if self._forwards % _ENDURANCE_CHECK_INTERVAL == 0:
-            self._metrics.warn_about_endurance()
 
     def _advise(self) -> None:
         """After the first step, log it if everything would have fit in memory.
@@ -357,6 +355,7 @@ class OffloadEngine(EngineReports):
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
         fraction, limit = section.budget_fraction(), section.budget_bytes()
+        budgets = self._metrics.write_budgets("activations")
         return ActivationOffload(
             self._resources.store,
             self._resources.clients.get("activations", []),
@@ -366,6 +365,7 @@ class OffloadEngine(EngineReports):
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self._resources.pinned_bytes,
+            write_budget=WriteBudget(budgets, self._resources.store) if budgets else None,
             plan_within=self._choice.limit if self._choice.plans_activations() else None,
             verify=section.verify,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise, takewhile
 from timeit import default_timer as perf_counter
@@ -44,9 +44,12 @@ class StepLog:
     that comes after one that was hinted to be the last.
     """
 
-    def __init__(self, recorder: Recorder, optimizers: AttachedOptimizers) -> None:
+    def __init__(
+        self, recorder: Recorder, optimizers: AttachedOptimizers, on_step: Callable[[], None]
+    ) -> None:
         self._recorder = recorder
         self._optimizers = optimizers
+        self._on_step = on_step
         # Forward passes and sums of the run at the end of each step.
         self._sums: deque[tuple[int, StepFigures]] = deque(maxlen=_STEPS + 1)
         self._handles: list[RemovableHandle] = []
@@ -97,6 +100,7 @@ class StepLog:
         return step, passes
 
     def _step_over(self, *_: object) -> None:
+        self._on_step()
         if self._sums and self._sums[-1][0] == self._passes:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder

@@ -68,6 +68,7 @@ class Drive:
     write: float  # Sequential write rate in bytes per second
     capacity_bytes: int  # Capacity
     endurance_bytes: float | None = None  # Rated endurance over its life
+    writes_per_day: int | None = None  # Bytes that may be written in a day, if there is a limit
     # Source of each figure, by key of hardware.yaml
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,7 +124,7 @@ def drive_set(text: str) -> Drive:
 @functools.cache
 def table(kind: str) -> dict[str, Any]:
     """Return the entries of a kind, "device" or "drive", by everything that they are called."""
-    maker = {"device": Device, "drive": Drive}[kind]
+    maker: Any = {"device": Device, "drive": Drive}[kind]
     text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
     data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     found: dict[str, Any] = {}

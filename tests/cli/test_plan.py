@@ -237,3 +237,15 @@ def test_what_is_wrong_is_said_in_one_message(words, message, known_cores, ssd_o
     output = ssd_offload("plan", *words.split(), status=2)
     assert output.out == ""
     assert message in output.err
+
+
+def test_a_budget_of_writes_is_compared_with_the_plan_and_goes_into_the_config(plan):
+    words = f"{GPT} {WORK} {MACHINE} --tflops 100"
+    figures = plan(f"{words} --json")["candidates"][0]
+    step, written = figures["step_seconds"], figures["written_bytes_per_step"]
+    per_day = written / step * 86400
+    activations = figures["ssd_bytes"].get("activations", 0) * figures["micro_batches"]
+    printed = plan(f"{words} --writes-per-day {int(per_day / 2)}")
+    others = 2 * (1 - activations / written)
+    assert f"| of the budget for a day | 200%, without activations {others:.0%} |" in printed
+    assert f"  writes_per_day: {int(per_day / 2)}\n" in printed

@@ -119,7 +119,7 @@ def test_a_run_that_wears_its_drives_is_told_once(
             net(torch.ones(1, 1)).sum().backward()
             optimizer.step()
             engine._resources.store.wait_for_writes()
-            engine._metrics.warn_about_endurance()
+            engine._metrics.warn_about_wear()
             assert ("rated for" in caplog.text) == (nbytes > 400_000)
         metrics = engine.metrics()
     assert metrics["offload/endurance/written_bytes"] >= 2_000_000

@@ -63,6 +63,8 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
     drives: dict[str, Any] = {"name": "ssd", "kind": "ssd", "path": paths}
     if model.drives.endurance_bytes is not None:
         drives["endurance_tbw"] = round(model.drives.endurance_bytes / _TB)
+    if model.drives.writes_per_day is not None:
+        drives["writes_per_day"] = model.drives.writes_per_day
     sections = {"tiers": [*tiers, drives], **sections}
     if "optimizer" in best.offloads:
         sections["optimizer"] |= {

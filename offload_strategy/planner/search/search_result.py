@@ -299,6 +299,13 @@ class SearchResult:
                 for name, years in self.lifespans.items()
             ),
         ]
+        if (budget := self.model.drives.writes_per_day) is not None:
+            # What stays in memory to keep to the budget are activations.
+            activations = self.best.placement.split("activations").ssd_bytes
+            activations *= self.best.settings.micro_batches
+            others = max(0.0, per_day - activations / step.seconds * SECONDS_PER_DAY)
+            shares = f"{per_day / budget:.0%}, without activations {others / budget:.0%}"
+            rows.insert(2, ("of the budget for a day", shares))
         if not self.lifespans:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
