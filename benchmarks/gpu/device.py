@@ -36,6 +36,10 @@ def prepare(kind: str) -> None:
     if kind == SIMULATED:
         from tests.simulated_accelerator import sim  # noqa: F401
 
+        # Its kernels run on the host's cores. With more threads each they would take the cores, and
+        # the caches, of the threads that train, which no real device does.
+        torch.set_num_threads(1)
+
 
 def describe(kind: str, directory: Path) -> dict[str, Any]:
     """The machine, the device and the versions, of a process that has the device."""

@@ -25,32 +25,40 @@ from offload_strategy.activations.prefetch import Prefetcher
 
 
 class KeptTensor:
-    """A saved tensor that stays in memory; the use of its item, if it has one, is learned from."""
+    """A saved tensor that stays in memory."""
 
-    __slots__ = ("item", "prefetcher", "tensor", "version")
+    __slots__ = ("tensor", "version")
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        item: SavedItem | None = None,
-        prefetcher: Prefetcher | None = None,
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: otherwise a node that saves its own output would be part of a reference cycle.
         self.tensor = tensor.detach()
         try:
             self.version = tensor._version
         except RuntimeError:  # an inference tensor has none
             self.version = -1
-        self.item = item
-        self.prefetcher = prefetcher
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, or raise autograd's error if it was changed in place."""
         if self.version >= 0 and self.tensor._version != self.version:
             raise _changed(self.tensor, self.version, self.tensor.shape)
-        if self.item is not None and self.prefetcher is not None:
-            self.prefetcher.used(self.item)
         return self.tensor
+
+
+class KeptItem(KeptTensor):
+    """A saved tensor that could have left: its use is learned from."""
+
+    __slots__ = ("item", "prefetcher")
+
+    def __init__(self, tensor: torch.Tensor, item: SavedItem, prefetcher: Prefetcher) -> None:
+        super().__init__(tensor)
+        self.item = item
+        self.prefetcher = prefetcher
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, or raise autograd's error if it was changed in place."""
+        tensor = super().unpack()
+        self.prefetcher.used(self.item)
+        return tensor
 
 
 class OffloadedTensor:
@@ -101,7 +109,8 @@ class OffloadedTensor:
 
     def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the item's bytes: flat uint8, on the device where it was."""
-        start = (loaded.storage_offset() + self.offset_bytes) // self.dtype.itemsize
+        begin = int(loaded.storage_offset()) * loaded.itemsize
+        start = (begin + self.offset_bytes) // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
             loaded.untyped_storage(), start, self.shape, self.strides
         )

@@ -199,7 +199,8 @@ class Prefetcher:
             payload = self._store.get(ticket) if item.cached is None else item.cached
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
-        item.cached = payload if item.has_pending_views else None
+        others = len(item.views) > 1 and item.has_pending_views
+        item.cached = payload if others else None
         waited = perf_counter() - begin
         if absent and waited > _WORTH_SECONDS:
             self.late_loads += 1

@@ -28,7 +28,7 @@ from offload_strategy.activations.eligibility import (
     why_it_stays,
 )
 from offload_strategy.activations.forward_records import ForwardRecord, Trace
-from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTensor
+from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
@@ -249,7 +249,7 @@ class ActivationOffload:
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            kind = OffloadedTensor if item.leaves else KeptTensor
+            kind = OffloadedTensor if item.leaves else KeptItem
             return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
@@ -283,10 +283,14 @@ class ActivationOffload:
         trace.memory_saved.append(trace.alive_bytes())
         if not leaves:
             self._kept_bytes += nbytes
-            return KeptTensor(tensor, item, self._prefetcher)
+            return KeptItem(tensor, item, self._prefetcher)
         handle = OffloadedTensor(tensor, item, self._prefetcher)
-        flat = torch.empty(0, dtype=torch.uint8, device=device)
-        item.payload = flat.set_(tensor.untyped_storage(), span.start, (nbytes,), (1,))
+        lazy = handle.conjugated or handle.negated
+        if nbytes == tensor.nbytes and tensor.is_contiguous() and not lazy:
+            item.payload = tensor.detach()
+        else:
+            flat = torch.empty(0, dtype=torch.uint8, device=device)
+            item.payload = flat.set_(tensor.untyped_storage(), span.start, (nbytes,), (1,))
         trace.left_bytes += nbytes
         together = self._batch_bytes() if tensor.is_cpu else DEVICE_BATCH_BYTES
         # Backward starts with what was saved last: that stays if host memory is scarce.

@@ -77,7 +77,7 @@ class TensorStore:
         one_block_at_a_time: bool = False,
         replaces: Ticket | None = None,
     ) -> Ticket:
-        """Offload a flat contiguous uint8 tensor, which must not change any more.
+        """Offload the bytes of a contiguous tensor, which must not change any more.
 
         It goes to the first tier that has room. `whole_pages` writes whole memory pages around it
         if direct I/O would otherwise need a copy. A ticket that it `replaces` is freed when the new
@@ -173,8 +173,9 @@ class TensorStore:
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Return the ticket's bytes as a flat uint8 tensor on the device that they came from.
 
-        The tensor is shared and must not be changed. Waits for a load if necessary. Raises
-        StorageError if the bytes could not be read.
+        As long as they have not left memory, it is the tensor itself that was `put`, of whatever
+        shape and dtype. The tensor is shared and must not be changed. Waits for a load if
+        necessary. Raises StorageError if the bytes could not be read.
         """
         return self._get(ticket)[0]
 

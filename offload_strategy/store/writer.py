@@ -44,7 +44,7 @@ class Writer:
         count = self._fitting(payloads, tiers)
         if count:
             return count
-        registry, nbytes = self.registry, payloads[0].numel()
+        registry, nbytes = self.registry, payloads[0].nbytes
         begin = perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while registry.writing_bytes and registry.writing_bytes + nbytes > self.write_behind:
@@ -58,7 +58,7 @@ class Writer:
     def _fitting(self, payloads: Sequence[torch.Tensor], tiers: Sequence[Tier]) -> int:
         writing, nbytes = self.registry.writing_bytes, 0
         for count, payload in enumerate(payloads if writing else ()):
-            nbytes += payload.numel()
+            nbytes += payload.nbytes
             behind = writing + nbytes > self.write_behind
             if behind and not any(tier.has_room(nbytes) for tier in tiers):
                 return count
@@ -77,10 +77,10 @@ class Writer:
         """Return entries on the first tiers with room, to be submitted, or none at all."""
         entries: list[Entry] = []
         leaving: list[Entry] = []
-        begun = 0
+        begun, device = 0, payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
-                entry = Entry(client, payload.numel(), payload.device, None, next_use, *hints)
+                entry = Entry(client, payload.nbytes, device, None, next_use, *hints)
                 entries.append(entry)
                 self._claim(entry, payload, tiers, replaced, compute)
                 if entry.source is not None:
@@ -147,8 +147,7 @@ class Writer:
             hosts = [h if e.nbytes == size else h[: e.nbytes] for h, size, e in parts]
         for entry, host in zip(entries, hosts, strict=True):
             entry.payload = host
-        sources = [entry.source for entry in entries if entry.source is not None]
-        engine.copy_out(entries, sources, hosts, compute)
+        engine.copy_out(entries, hosts, buffer, compute)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""
