@@ -1,0 +1,1 @@
+"""Soak: hours of training with random models, configurations and faults."""

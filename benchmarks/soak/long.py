@@ -1,0 +1,218 @@
+"""Process entry: one training for the whole time, and others beside it, with samples of it all.
+
+Every ten seconds a line of JSON is added to a file: memory, open files, threads, disk, objects and
+the time of a step. Between its steps, engines are opened over other models, train a few steps with
+what goes wrong, and are closed; the same few runs come again and again, so that whatever is kept
+of one of them adds up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import logging
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.machine import fix_allocator
+from benchmarks.soak.runs import WITHIN_A_PROCESS, Run, drawn
+from benchmarks.soak.training import Training, train
+
+SAMPLE_SECONDS = 10.0
+#: Seconds of rest for each second of CPU time, so that other work on the machine goes on.
+_REST = 2.0
+#: Seconds between two runs beside the training, and how many different ones there are.
+_ASIDE_SECONDS, _ASIDES = 8.0, 20
+#: Steps between two checkpoints, each of which replaces the one before.
+_EVERY = 40
+
+#: A GPT-2 of 5.8 million parameters: everything of it leaves.
+MAIN = Run(
+    seed=0,
+    model="GPT-2",
+    sizes={"vocab_size": 4096, "n_positions": 128, "n_embd": 256, "n_layer": 6, "n_head": 8,
+           "use_cache": False, "bos_token_id": 1, "eos_token_id": 2},
+    batch=(2, 64),
+    optimizer="AdamW, fused",
+    tiers="ssd",
+    sections={
+        "activations": {"enabled": True, "min_size": "64KiB", "budget": "100%"},
+        "optimizer": {"enabled": True, "overlap": "commit", "subgroup_size": 500_000},
+        "parameters": {"enabled": True, "min_size": "64KiB"},
+    },
+    limit=None, micro_batches=1, hints=True, clip=None, autocast=False, schedule=False,
+    frozen=False, checkpointing=False, hostility="none", same_process=True, before_attach=True,
+    steps=0, every=_EVERY,
+)  # fmt: skip
+
+#: What is sampled, with units.
+SERIES = {
+    "resident memory": "MiB",
+    "unique memory": "MiB",
+    "open files": "files",
+    "threads": "threads",
+    "disk, unnamed files": "MiB",
+    "disk, names in the directory": "MiB",
+    "disk, used by the tier": "MiB",
+    "Python objects": "objects",
+    "step, wall time": "ms",
+    "step, CPU time": "ms",
+}
+
+
+def aside(number: int) -> Run:
+    """A run beside the training: few steps, nothing that ends the process."""
+    hostility = WITHIN_A_PROCESS[number % len(WITHIN_A_PROCESS)]
+    return replace(drawn(1_000_000 + number, hostility, longest=7), same_process=True)
+
+
+def main() -> None:
+    """Train until the time is over or the parent has ended; options are JSON."""
+    options = json.loads(sys.argv[1])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    fix_allocator()
+    logging.getLogger("offload_strategy").setLevel(logging.ERROR)
+    parent = os.getppid()
+    with tempfile.TemporaryDirectory(prefix="soak-long-", dir=options["directory"]) as place:
+        process = _LongProcess(Path(place), Path(options["file"]))
+        while time.time() < options["until"] and os.getppid() == parent:
+            process.turn()
+        process.end()
+
+
+class _LongProcess:
+    """The training and what is beside it."""
+
+    def __init__(self, place: Path, file: Path) -> None:
+        self._place, self._file = place, file
+        self._tier, self._folder = place / "tier", place / "checkpoints"
+        for each in (self._tier, self._folder):
+            each.mkdir(mode=0o700)
+        self._training = Training(MAIN, [self._tier], self._folder)
+        self._number = self._asides = 0
+        self._wall: list[float] = []
+        self._cpu: list[float] = []
+        self._sampled = self._aside_at = time.monotonic()
+        self._plain: dict[int, dict[str, Any]] = {}
+        self._process = psutil.Process()
+
+    def turn(self) -> None:
+        """One step, and what is due after it."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._training.step(self._number)
+        self._wall.append(time.perf_counter() - wall)
+        self._cpu.append(time.process_time() - cpu)
+        self._number += 1
+        if self._number % _EVERY == 0:
+            self._training.save()
+            self._training.losses.clear()
+        time.sleep(_REST * self._cpu[-1])
+        if time.monotonic() - self._aside_at > _ASIDE_SECONDS:
+            self._run_aside()
+            self._aside_at = time.monotonic()
+        if time.monotonic() - self._sampled > SAMPLE_SECONDS:
+            self._sampled = time.monotonic()
+            self._write({"samples": self._sample()})
+            self._wall.clear()
+            self._cpu.clear()
+
+    def end(self) -> None:
+        """Close, and look whether anything is left."""
+        self._training.end()
+        left = [str(path) for path in self._tier.rglob("*")]
+        self._write({"ended": time.time(), "steps": self._number, "left": left})
+
+    def _run_aside(self) -> None:
+        run = aside(self._asides % _ASIDES)
+        first = self._asides < _ASIDES
+        self._asides += 1
+        begin = time.process_time()
+        with tempfile.TemporaryDirectory(prefix="aside-", dir=self._place) as place:
+            directories = [Path(place, f"path{number}") for number in range(3)]
+            folder = Path(place, "checkpoints")
+            for each in (folder, *directories):
+                each.mkdir(mode=0o700)
+            line: dict[str, Any] = {"seed": run.seed, "factors": run.factors}
+            try:
+                if first:
+                    self._plain[run.seed] = _figures(train(run, None, folder, _silent))
+                found = train(run, directories, folder, _silent)
+                same = _figures(found) == self._plain[run.seed]
+                refused = "refused" in found
+                line["verdict"] = "refused" if refused else "same" if same else "different"
+                line |= {"left": found["left"], "happened": found["happened"]}
+                line["left"] += [str(p) for each in directories for p in each.rglob("*")]
+            except Exception:
+                line |= {"verdict": "error", "error": traceback.format_exc()[-6000:]}
+        # Traces are kept for a few seconds at most; the next sample must not see them.
+        sys.last_exc = None  # type: ignore[assignment]
+        self._write({"aside": line})
+        time.sleep(_REST * (time.process_time() - begin))
+
+    def _sample(self) -> dict[str, float]:
+        gc.collect()
+        # What was freed and is kept by the C library is no leak.
+        ctypes.CDLL(None).malloc_trim(0)
+        memory = self._process.memory_full_info()
+        unnamed = _unnamed_bytes()
+        named = sum(p.lstat().st_blocks * 512 for p in self._place.rglob("*") if p.is_file())
+        engine = self._training.engine
+        assert engine is not None
+        used = engine.metrics()["offload/tier/disk/used_bytes"]
+        mib = 2.0**20
+        values = (
+            memory.rss / mib,
+            memory.uss / mib,
+            self._process.num_fds(),
+            self._process.num_threads(),
+            unnamed / mib,
+            named / mib,
+            used / mib,
+            len(gc.get_objects()),
+            1e3 * statistics.median(self._wall),
+            1e3 * statistics.median(self._cpu),
+        )
+        return dict(zip(SERIES, values, strict=True))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with open(self._file, "a") as file:
+            file.write(json.dumps({"time": time.time(), "process": os.getpid(), **line}) + "\n")
+
+
+def _figures(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found.get(key) for key in ("losses", "weights", "states")}
+
+
+def _silent(what: str, value: Any) -> None:
+    """Nobody asks."""
+
+
+def _unnamed_bytes() -> int:
+    """Disk space of files that this process has open and that have no name."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            about = os.stat(f"/proc/self/fd/{entry}")
+            if about.st_nlink == 0:
+                found[about.st_dev, about.st_ino] = about.st_blocks * 512
+    return sum(found.values())
+
+
+if __name__ == "__main__":
+    main()
