@@ -23,7 +23,7 @@ from benchmarks.soak.runs import Run, summary
 
 #: A process that says nothing for so long hangs.
 PATIENCE_SECONDS = 120.0
-#: Seconds of rest of a process for each second of CPU time, so that other work on the machine goes on.
+#: Seconds of rest of a process for each second of CPU time: other work on the machine goes on.
 _REST = 0.5
 _KEYS = ("losses", "weights", "states")
 

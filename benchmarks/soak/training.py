@@ -198,13 +198,17 @@ def train(
                 raise
             failure = error
         number = training.begin if training is not None else 0
-        while failure is not None or number < run.steps:
+        result: dict[str, Any] | None = None
+        while result is None:
             start = time.process_time()
             say("step", number)
             try:
                 if failure is not None:
                     raise failure
                 assert training is not None
+                if number == run.steps:
+                    result = training.end()
+                    break
                 if number in moments and hostility == "exception":
                     moments.remove(number)
                     number, done = _with_exception(training, number, chance)
@@ -237,8 +241,6 @@ def train(
                 left += _left(threads_before, open_before)
                 training = Training(run, directories, folder)
             time.sleep(rest * (time.process_time() - start))
-        assert training is not None
-        result = training.end()
     training = None
     gc.collect()
     left += _left(threads_before, open_before)
