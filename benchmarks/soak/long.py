@@ -31,6 +31,7 @@ import torch
 from benchmarks.machine import fix_allocator
 from benchmarks.soak.runs import WITHIN_A_PROCESS, Run, drawn
 from benchmarks.soak.training import Training, train
+from offload_strategy.telemetry import recorder
 
 SAMPLE_SECONDS = 10.0
 #: Seconds of rest for each second of CPU time, so that other work on the machine goes on.
@@ -39,6 +40,9 @@ _REST = 2.0
 _ASIDE_SECONDS, _ASIDES = 8.0, 20
 #: Steps between two checkpoints, each of which replaces the one before.
 _EVERY = 40
+
+#: Instead of 65,536, which would take the first half hour to fill.
+KEPT_RECORDS = 4096
 
 #: A GPT-2 of 5.8 million parameters: everything of it leaves.
 MAIN = Run(
@@ -89,6 +93,9 @@ def main() -> None:
     fix_allocator()
     logging.getLogger("offload_strategy").setLevel(logging.ERROR)
     parent = os.getppid()
+    # An engine keeps records of its last transfers and stalls for `export_trace`. Their number is
+    # limited; with a low limit it is reached within the warm-up.
+    recorder._KEPT_RECORDS = KEPT_RECORDS
     with tempfile.TemporaryDirectory(prefix="soak-long-", dir=options["directory"]) as place:
         process = _LongProcess(Path(place), Path(options["file"]))
         while time.time() < options["until"] and os.getppid() == parent:
