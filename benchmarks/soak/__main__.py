@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --hours 2 [--seed S] [--json FILE] [--directory DIR]
     python -m benchmarks.soak --only-seed 17       # repeat one run
-    python -m benchmarks.soak --json FILE --plot PLOT.svg [--table]
+    python -m benchmarks.soak --json FILE [--plot PLOT.svg] [--table] [--copy FILE]
 
 One process trains for the whole time and is sampled (`long`); beside it random runs, one at a time,
 are killed, meet I/O errors and exceptions, go on from their checkpoints, and must end with the bits
@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.machine import commit, describe_machine, say, tidy_up_when_ended, versions
 from benchmarks.soak.long import SAMPLE_SECONDS
 from benchmarks.soak.processes import PATIENCE_SECONDS, Processes
-from benchmarks.soak.report import Results, plot, table
+from benchmarks.soak.report import Results, plot, recomputed, table
 from benchmarks.soak.runs import HOSTILITIES, drawn
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("soak.json"))
     parser.add_argument("--plot", type=Path, help="draw the results of --json")
     parser.add_argument("--table", action="store_true", help="print the results of --json")
+    parser.add_argument("--copy", type=Path, help="write these results, slopes computed again")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--only-seed", type=int, help="repeat one run")
     parser.add_argument("--hostility", choices=sorted(HOSTILITIES), help="of --only-seed")
@@ -53,10 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(outcome.verdict not in ("same", "refused"))
     if options.hours is not None:
         found = _soak(options)
-    elif options.plot or options.table:
-        found = json.loads(options.json.read_text())
+    elif options.plot or options.table or options.copy:
+        found = recomputed(json.loads(options.json.read_text()))
     else:
-        parser.error("give --hours, --only-seed, --plot or --table")
+        parser.error("give --hours, --only-seed, --plot, --table or --copy")
+    if options.copy is not None:
+        options.copy.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot is not None:
         plot(found, options.plot)
     if options.hours is not None or options.table:

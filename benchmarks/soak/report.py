@@ -83,6 +83,12 @@ class Results:
         }
 
 
+def recomputed(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same results with slopes that are computed again from their samples."""
+    slopes = {name: as_json(slope(samples)) for name, samples in found["samples"].items()}
+    return {**found, "slopes": slopes, "slopes_by": METHOD}
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Lines of JSON; the last one may be half written."""
     if not file.exists():

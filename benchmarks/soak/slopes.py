@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Share of a series, at its start, that is left out: caches fill, and every configuration of the
-#: long process has its first turn.
-WARM_UP = 0.1
+#: Share of a series, at its start, that is left out: caches and records of a limited number fill,
+#: and every configuration of the long process has its first turn.
+WARM_UP = 0.2
 #: Fewer samples tell nothing of their own correlation.
 LEAST = 8
 METHOD = (
-    "Least squares after the first 10 % of the time. Standard errors are Newey and West's (1987), "
-    "with Bartlett's weights up to 1.3 times the square root of the number of samples (Lazarus, "
-    "Lewis, Stock and Watson, 2018); 95 % intervals have Kiefer and Vogelsang's critical values "
-    "(2005) for that many."
+    f"Least squares after the first {WARM_UP:.0%} of the time. Standard errors are Newey and "
+    "West's (1987), with Bartlett's weights up to 1.3 times the square root of the number of "
+    "samples (Lazarus, Lewis, Stock and Watson, 2018); 95 % intervals have Kiefer and "
+    "Vogelsang's critical values (2005) for that many lags."
 )
 
 
