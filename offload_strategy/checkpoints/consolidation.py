@@ -27,7 +27,8 @@ def consolidate(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
     """Convert a torch.distributed.checkpoint directory into one file for `torch.load`.
 
     Lightning's directories become checkpoints as Lightning saves them with one device. This needs
-    host memory for the whole checkpoint, and temporarily twice its size on disk.
+    host memory for the whole checkpoint, and temporarily twice its size on disk. The directories
+    have pickles, which may run code when they are read: convert only what you trust.
 
     Args:
         source: the checkpoint directory.

@@ -5,7 +5,6 @@ It can be saved as JSON, and shown as one HTML page, which draws its charts from
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -22,7 +21,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import (
 )
 from offload_strategy.plan_runtime.profile import load_json, save_json
 from offload_strategy.plan_runtime.what_if import Change
-from offload_strategy.telemetry import Recorder
+from offload_strategy.telemetry import Recorder, json_for_others
 from offload_strategy.units import markdown_list
 
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 90vh; border: 0"></iframe>'
@@ -77,7 +76,7 @@ class RunReport:
             ) from None
         template = resources.files(__package__).joinpath("run_report.html").read_text("utf-8")
         # No text of the run may end the script that it is part of.
-        run = json.dumps(asdict(self)).replace("</", "<\\/")
+        run = json_for_others(asdict(self)).replace("</", "<\\/")
         return template.replace("__PLOTLY__", get_plotlyjs()).replace("__RUN__", run)
 
     def _repr_html_(self) -> str:

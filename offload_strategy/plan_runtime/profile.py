@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.telemetry import json_for_others
 
 #: Format of JSON files; another one is refused.
 FORMAT = 1
@@ -152,7 +153,7 @@ class Profile:
 
 def save_json(file: Path, figures: Mapping[str, Any]) -> None:
     """Write figures by name as JSON; raise a ConfigError if that fails."""
-    write_text(file, json.dumps({"format": FORMAT, **figures}, indent=1) + "\n")
+    write_text(file, json_for_others({"format": FORMAT, **figures}, indent=1) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from offload_strategy.telemetry.chrome_trace import write_trace
+from offload_strategy.telemetry.chrome_trace import json_for_others, write_trace
 from offload_strategy.telemetry.recorder import (
     CLIENTS,
     Direction,
@@ -24,6 +24,7 @@ __all__ = [
     "Recorder",
     "StallRecord",
     "get_logger",
+    "json_for_others",
     "write_trace",
 ]
 

@@ -17,6 +17,7 @@ import heapq
 import json
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -38,7 +39,7 @@ def write_trace(
     Raises OffloadError if the file cannot be written.
     """
     # Copies: the recorder continues while the trace is written.
-    text = json.dumps(trace_object(list(moves), list(stalls)))
+    text = json_for_others(trace_object(list(moves), list(stalls)))
     name = os.fspath(file)
     try:
         with open(name, "wb") as stream:
@@ -48,6 +49,13 @@ def write_trace(
             f"the trace cannot be written to {name!r}: {error.strerror}. Check the directory and "
             f"its permissions, or name another file."
         ) from error
+
+
+def json_for_others(content: Any, **options: Any) -> str:
+    """Return JSON for files that are shown to others: the user's home directory is "~" in it."""
+    text, home = json.dumps(content, **options), os.path.expanduser("~").rstrip("/")
+    inside = re.escape(json.dumps(home)[1:-1])
+    return re.sub(rf"(?<![\w.~/-]){inside}(?![\w.-])", "~", text) if home else text
 
 
 def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> dict[str, Any]:

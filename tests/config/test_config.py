@@ -264,6 +264,22 @@ def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, w
     assert "pydantic" not in message
 
 
+@pytest.mark.parametrize("tag", ["object/apply:os.mkdir", "object/new:os.mkdir", "name:os.mkdir"])
+def test_no_config_of_the_environment_makes_python_objects(tmp_path, monkeypatch, tag):
+    made = tmp_path / "made"
+    file = tmp_path / "config.yaml"
+    file.write_text(f"memory: !!python/{tag} ['{made}']")
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", str(file))
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        OffloadConfig.load(None)
+    monkeypatch.setenv(
+        "SSD_OFFLOAD_CONFIG", '{"tiers": [{"name": "a", "kind": "ssd", "path": "$(mkdir made)"}]}'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert OffloadConfig.load(None).tiers[0].path == tmp_path / "$(mkdir made)"
+    assert not made.exists()
+
+
 def test_one_message_has_all_problems_and_names_the_source(tmp_path):
     message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
     assert "2 problems" in message

@@ -71,7 +71,29 @@ def check_directory(path: Path, tier: str) -> Path:
             f"{where}: the directory {str(path)!r} is not writable for this user. "
             f"Change its owner or mode, or name another."
         )
+    if hasattr(os, "geteuid") and (risk := _of_others(path)):
+        raise ConfigError(
+            f"{where}: the directory {str(path)!r} {risk}, and could exchange what this run uses "
+            f"there. Make one that is yours alone, `mkdir -m 700 {path.resolve() / 'offload'}`, "
+            f"and name that."
+        )
     return path.resolve()
+
+
+def _of_others(path: Path) -> str | None:
+    """Say how users other than this one and root control a directory; None if they do not."""
+    trusted = (os.geteuid(), 0)
+    link, status = path.lstat(), path.stat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in trusted:
+        return f"is reached by a symbolic link of another user ({link.st_uid}), who can change it"
+    if status.st_uid not in trusted:
+        return f"belongs to another user ({status.st_uid}), who can rename and delete in it"
+    # Where each user has a group of their own, new directories are often writable for it.
+    writers = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getegid() else 0)
+    if status.st_mode & writers and not status.st_mode & stat.S_ISVTX:
+        who = "everybody" if status.st_mode & stat.S_IWOTH else f"its group ({status.st_gid})"
+        return f"is writable for {who} without the sticky bit, so that others can rename in it"
+    return None
 
 
 def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
