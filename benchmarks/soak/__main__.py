@@ -23,9 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.machine import commit, describe_machine, say, tidy_up_when_ended, versions
-from benchmarks.soak.long import SAMPLE_SECONDS
 from benchmarks.soak.processes import PATIENCE_SECONDS, Processes
-from benchmarks.soak.report import Results, plot, recomputed, table
+from benchmarks.soak.report import SAMPLE_SECONDS, Results, plot, recomputed, table
 from benchmarks.soak.runs import HOSTILITIES, drawn
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -29,11 +29,11 @@ import psutil
 import torch
 
 from benchmarks.machine import fix_allocator
+from benchmarks.soak.report import SAMPLE_SECONDS, SERIES
 from benchmarks.soak.runs import WITHIN_A_PROCESS, Run, drawn
 from benchmarks.soak.training import Training, train
 from offload_strategy.telemetry import recorder
 
-SAMPLE_SECONDS = 10.0
 #: Seconds of rest for each second of CPU time, so that other work on the machine goes on.
 _REST = 2.0
 #: Seconds between two runs beside the training, and how many different ones there are.
@@ -62,20 +62,6 @@ MAIN = Run(
     frozen=False, checkpointing=False, hostility="none", same_process=True, before_attach=True,
     steps=0, every=_EVERY,
 )  # fmt: skip
-
-#: What is sampled, with units.
-SERIES = {
-    "resident memory": "MiB",
-    "unique memory": "MiB",
-    "open files": "files",
-    "threads": "threads",
-    "disk, unnamed files": "MiB",
-    "disk, names in the directory": "MiB",
-    "disk, used by the tier": "MiB",
-    "Python objects": "objects",
-    "step, wall time": "ms",
-    "step, CPU time": "ms",
-}
 
 
 def aside(number: int) -> Run:

@@ -10,10 +10,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.long import SERIES
 from benchmarks.soak.processes import Outcome
-from benchmarks.soak.slopes import METHOD, Slope, slope, thinned
+from benchmarks.soak.slopes import METHOD, WARM_UP, Slope, slope, thinned
 
+#: What is sampled, with units.
+SERIES = {
+    "resident memory": "MiB",
+    "unique memory": "MiB",
+    "open files": "files",
+    "threads": "threads",
+    "disk, unnamed files": "MiB",
+    "disk, names in the directory": "MiB",
+    "disk, used by the tier": "MiB",
+    "Python objects": "objects",
+    "step, wall time": "ms",
+    "step, CPU time": "ms",
+}
+SAMPLE_SECONDS = 10.0
 #: Samples of a series in the JSON file.
 MOST_SAMPLES = 2000
 #: Bad outcomes that are told in full.
@@ -151,8 +164,8 @@ def table(found: Mapping[str, Any]) -> str:
             continue
         inside = "yes" if line["zero_inside"] else "NO"
         lines.append(
-            f"| {name}, {unit} | {line['mean']:,.2f} | {line['per_hour']:+.3f} "
-            f"± {line['error']:.3f} | {line['low']:+.3f} to {line['high']:+.3f} | {inside} |"
+            f"| {name}, {unit} | {line['mean']:,.2f} | {line['per_hour']:+z.3f} "
+            f"± {line['error']:.3f} | {line['low']:+z.3f} to {line['high']:+z.3f} | {inside} |"
         )
     for title in ("runs", "runs beside the long training"):
         runs = found[title]
@@ -183,11 +196,15 @@ def plot(found: Mapping[str, Any], file: Path) -> None:
     rows = -(-len(series) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(9, 1.7 * rows), sharex=True)
     for axis, (name, samples) in zip(axes.flat, series.items(), strict=False):
-        axis.plot([t / 3600 for t, _ in samples], [v for _, v in samples], lw=0.6, color="#1f6f8b")
+        hours = [t / 3600 for t, _ in samples]
+        axis.plot(hours, [v for _, v in samples], lw=0.6, color="#1f6f8b")
+        if samples:
+            left_out = hours[0] + WARM_UP * (hours[-1] - hours[0])
+            axis.axvspan(hours[0], left_out, color="#dddddd", lw=0)
         title, line = f"{name}, {found['units'][name]}", found["slopes"][name]
         if line is not None:
             half = (line["high"] - line["low"]) / 2
-            title += f": {line['per_hour']:+.2f} ± {half:.2f} per hour"
+            title += f": {line['per_hour']:+z.2f} ± {half:.2f} per hour"
         axis.set_title(title, fontsize=8)
         axis.tick_params(labelsize=7)
         values = [v for _, v in samples] or [0.0]

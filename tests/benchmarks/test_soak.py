@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak.report import Results
+from benchmarks.soak.report import SERIES, Results
 from benchmarks.soak.slopes import slope
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +34,6 @@ def test_intervals_hold_the_true_slope_of_correlated_samples_as_often_as_they_sa
 
 
 def test_leaks_of_memory_and_files_are_reported_and_nothing_else(tmp_path: Path) -> None:
-    from benchmarks.soak.long import SERIES
-
     lines = tmp_path / "soak.lines"
     with open(lines, "w") as file:
         for seconds, value in series(1, 12.0):
@@ -54,11 +52,10 @@ def test_a_soak_of_seconds_reports_runs_that_end_as_plain_ones(tmp_path: Path) -
     pytest.importorskip("transformers")
     file, disk = tmp_path / "found" / "soak.json", tmp_path / "disk"
     disk.mkdir()
-    command = [sys.executable, "-m", "benchmarks.soak", "--hours", "0.005", "--seed", "3"]
-    command += ["--json", str(file), "--directory", str(disk)]
+    options = f"--hours 0.005 --seed 3 --json {file} --directory {disk}".split()
+    command = [sys.executable, "-m", "benchmarks.soak", *options]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     found = json.loads(file.read_text())
     assert (run.returncode, found["finished"]) == (0, True), run.stdout + run.stderr[-3000:]
-    assert found["runs"]["number"] >= 1
     assert set(found["runs"]["verdicts"]) == {"same"}
     assert list(disk.iterdir()) == []
