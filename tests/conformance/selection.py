@@ -23,7 +23,7 @@ def part() -> tuple[int, int]:
     """The part of this run, counted from 0, and the number of parts."""
     given = os.environ.get("CONFORMANCE_PART")
     if given is None:
-        return _commits() % _PARTS, _PARTS
+        return commits() % _PARTS, _PARTS
     number, parts = map(int, given.split("/"))
     assert 1 <= number <= parts, f"CONFORMANCE_PART={given} is not like 3/10"
     return number - 1, parts
@@ -35,7 +35,7 @@ def selected(cases: Iterable[Case], name: Callable[[Case], str] = str) -> list[C
     return [case for case in cases if zlib.crc32(name(case).encode()) % parts == index]
 
 
-def _commits() -> int:
+def commits() -> int:
     """The number of commits up to this one; 0 where there is no repository."""
     command = ["git", "rev-list", "--count", "HEAD"]
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.queues import path_lock as path_lock_module
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -156,5 +157,17 @@ def test_a_lock_that_does_not_work_stops_nobody(
     monkeypatch.setattr(lock, "acquire", refuse)
     done = move(queue, 0)
     until(lambda: bool(backend.waiting))
+    backend.complete_all()
+    assert done.state is MoveState.DONE
+
+
+def test_a_read_begins_without_the_lock_if_no_thread_can_wait_for_it(
+    queue: PathQueue, backend: ManualBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPool, "submit", refuse)
+    done = move(queue, 0)
     backend.complete_all()
     assert done.state is MoveState.DONE

@@ -108,6 +108,22 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: Ma
     assert torch.equal(rig.store.take(ticket), payload)
 
 
+def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def train() -> None:
+        rig.put(rig.store.borrow("activations", 4 * KiB))
+
+    monkeypatch.setattr(rig.backend, "submit", refuse)
+    train()
+    assert rig.store.live_tickets == rig.pool.usage().requested_bytes == 0
+    with pytest.raises(StorageError, match="can't start new thread"):
+        train()
+
+
 # ---------------------------------------------------------------------- loading
 def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:
     rig = make_rig(block_size=PAGE)

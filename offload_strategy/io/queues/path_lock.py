@@ -171,8 +171,11 @@ class PathLockHolder:
         if not self._lock.others():
             return True
         if not self._waiting and not self._closed:
+            try:
+                self._thread.submit(self._acquire)
+            except RuntimeError:  # out of threads: better at the same time than never
+                return True
             self._waiting = True
-            self._thread.submit(self._acquire)
         return False
 
     def count(self, nbytes: int) -> None:
