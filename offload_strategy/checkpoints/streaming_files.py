@@ -123,24 +123,26 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
     while True:
         partial = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_PARTIAL}"
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode & 0o777)
-        # Another process that removes leftovers may have deleted it before the lock.
-        if not _lock(fd, wait=True) or os.fstat(fd).st_nlink:
-            break
-        os.close(fd)
-    try:
-        if previous is not None:
-            now = os.fstat(fd)
-            if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
+        try:
+            # Another process that removes leftovers may have deleted it before the lock.
+            if _lock(fd, wait=True) and not os.fstat(fd).st_nlink:
+                continue
+            if previous is not None:
+                now = os.fstat(fd)
+                if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
+                    with suppress(OSError):
+                        os.fchown(fd, previous.st_uid, previous.st_gid)
                 with suppress(OSError):
-                    os.fchown(fd, previous.st_uid, previous.st_gid)
-            with suppress(OSError):
-                os.fchmod(fd, mode)
-        switch_to_direct_io(fd)
-        yield fd, partial
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
-        os.close(fd)
+                    os.fchmod(fd, mode)
+            switch_to_direct_io(fd)
+            yield fd, partial
+            return
+        finally:
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(partial)
+            finally:
+                os.close(fd)
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -107,7 +107,13 @@ class Resources:
         try:
             for tier in tiers:
                 if tier.kind == "ssd":
-                    resources._open_paths(tier, config, checksum)
+                    try:
+                        resources._open_paths(tier, config, checksum)
+                    except OSError as error:
+                        raise ConfigError(
+                            f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
+                            f"Check the disk and the system's log, or name another directory."
+                        ) from error
                     continue
                 memory = DeviceTier if tier.kind == "device" else HostTier
                 assert tier.capacity is not None

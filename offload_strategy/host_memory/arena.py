@@ -94,7 +94,7 @@ class FreeRanges:
 class Arena:
     """Lends page-aligned ranges of `budget` bytes at most; the caller holds a lock.
 
-    Raises OSError if the system has no addresses left for it.
+    Raises OffloadError if the system has no addresses left for it.
     """
 
     def __init__(self, budget: int) -> None:

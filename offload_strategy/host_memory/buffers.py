@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import register_host_memory, unregister_host_memory
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
@@ -53,7 +54,7 @@ class HostBuffer:
 
     `pinned` registers it with the device if the system allows it, so that copies to and from the
     device are asynchronous. PyTorch's own pinned allocator rounds to the next power of two; this
-    does not (MemAscend, section on exact-size pinned memory). Raises OSError if there is no room.
+    does not (MemAscend, section on exact-size pinned memory). Raises OffloadError without room.
     """
 
     __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
@@ -92,11 +93,16 @@ class HostBuffer:
 
 
 def map_private(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone, of huge pages where they pay."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
-    else:  # Windows: an anonymous mapping of the paging file
-        memory = mmap.mmap(-1, nbytes)
+    """Anonymous memory of this process alone, of huge pages where they pay; or OffloadError."""
+    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    try:  # on Windows, which has no flags, an anonymous mapping of the paging file
+        memory = mmap.mmap(-1, nbytes, **({"flags": flags} if flags else {}))
+    except OSError as error:
+        raise OffloadError(
+            f"could not map {format_size(nbytes)} of host memory: {error.strerror}. Lower "
+            f"memory.pinned or the capacity of dram tiers, end other programs, or raise the limit "
+            f"of this process (ulimit -v)."
+        ) from error
     # Data-loader workers are forked; they have no use for these pages and must not copy them.
     names = ["MADV_DONTFORK"]
     if nbytes >= _HUGE_PAGE_BYTES:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory.arena import Arena, PinnedSlabs, can_be_used
 from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.host_memory.idle_memory import IdleLimit
@@ -202,7 +203,7 @@ class BufferPool:
         if self._arena is None and self._has_arena:
             try:
                 self._arena = Arena(self.budget)
-            except (OSError, OverflowError, ValueError):  # there is no address space for it
+            except (OffloadError, OverflowError, ValueError):  # there is no address space for it
                 self._has_arena = False
         return self._arena
 

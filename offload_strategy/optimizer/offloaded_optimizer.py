@@ -187,10 +187,12 @@ class OffloadedOptimizer(Optimizer):
         broadcasts: StepBroadcasts | None = None
         to_update: list[Subgroup] = []
         done: set[int] = set()
+        updater.has_begun = False
         try:
             # Before `finish` frees the gradients that updates during backward have used.
             broadcasts = shards.step_broadcasts(subgroups)
             ahead_updates = overlap.finish() if overlap is not None else []
+            updater.has_begun = False  # those ahead of `step()` changed copies
             to_update = [s for s in own if with_gradient(s)]
             pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
             # Those without gradients, and those that `eager` has updated already.
@@ -220,11 +222,12 @@ class OffloadedOptimizer(Optimizer):
             if broadcasts is not None and broadcasts.dp_group is not None:
                 broadcasts.allow_forced_exit()
                 received = ", and may have some of other ranks"
-            if done or received:
+            if done or received or updater.has_begun:
+                begun = ", and begun another" if updater.has_begun else ""
                 error.add_note(
                     f"optimizer.step() had updated {len(done)} of {len(to_update)} subgroups"
-                    f"{received}: the weights are not those of any one step. Go on from the last "
-                    f"checkpoint."
+                    f"{begun}{received}: the weights are not those of any one step. Go on from the "
+                    f"last checkpoint."
                 )
             raise
 

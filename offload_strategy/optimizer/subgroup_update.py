@@ -127,6 +127,8 @@ class Updater:
         self._rehearsed: set[int] = set()
         self.precision = precision
         self.timings = UpdateTimings()
+        #: Whether an update has changed weights and is not over, or ended by an error.
+        self.has_begun = False
 
     def _resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
@@ -161,7 +163,7 @@ class Updater:
             unpacked = self._load_states(subgroup, self._store.writable, timing)
             # Keep the states in memory until the new ones are stored, so that nothing is lost if
             # the update is interrupted or fails.
-            subgroup.states = unpacked.in_memory()
+            subgroup.states = unpacked.without_ticket()
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
@@ -178,6 +180,7 @@ class Updater:
                 del weight, weights  # references keep streamed weights in memory
             subgroup.states = self._pack(subgroup, unpacked)
             timing.written_bytes = subgroup.states.nbytes
+        self.has_begun = False
 
     @torch.no_grad()
     def update_ahead(
@@ -251,10 +254,12 @@ class Updater:
                     self.drop(ahead_update)
                     return False
                 flat = self._store.take(ahead_update.weights)
+                self.has_begun = True
                 for weight, new in zip(weights, ahead_update.layout.views(flat), strict=True):
                     weight.copy_(new)
                 del weight, weights
             self._set_states(ahead_update.subgroup, ahead_update.states)
+            self.has_begun = False
             return True
 
     def drop(self, ahead_update: AheadUpdate) -> None:
@@ -365,6 +370,7 @@ class Updater:
                 ):
                     self._rehearsed.add(subgroup.group_index)
                 optimizer = with_overrides(self._optimizer, parameters, weights)
+                self.has_begun = True
                 run_update(optimizer, group, weights, states)
         except UnfitUpdateError as reason:
             raise self._unfit(subgroup, reason) from None
@@ -421,7 +427,10 @@ class Updater:
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
         ticket = subgroup.states.ticket
-        if ticket is not None:
+        if ticket is None:
+            held = subgroup.states.metadata()
+            yield from [held.small[each.slice_index][each.name] for each in held.stored]
+        else:
             flat = self._store.get(ticket)
             yield from [each.segment.view(flat) for each in subgroup.states.stored]
             self._store.evict(ticket)

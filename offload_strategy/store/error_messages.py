@@ -60,6 +60,8 @@ def failed(entry: Entry, move: Move) -> OffloadError:
             f"tier {tiers}: could not {what}, because the device is out of memory: {why}. The path "
             f"is not at fault: offload more (activations.budget), or train with a smaller batch."
         )
+    elif type(cause) is OffloadError:  # no host memory: its message says what to do
+        error = StorageError(f"tier {tiers}: could not {what}: {why}")
     else:
         error = StorageError(
             f"tier {tiers}: could not {what}: {why}. Check the disk and the system's log; "

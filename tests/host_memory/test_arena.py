@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory import arena
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import BLOCK_BYTES, Arena
@@ -145,7 +146,7 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(
     else:
 
         def refuse(self: Arena, budget: int) -> None:
-            raise OSError(12, "Cannot allocate memory")
+            raise OffloadError("could not map 64 MiB of host memory")
 
         monkeypatch.setattr(Arena, "__init__", refuse)
     pool = BufferPool(16 * MiB)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import StorageError
+from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.units import PAGE_BYTES, round_up
@@ -192,7 +192,7 @@ class BounceBuffer(threading.local):
     """One page-aligned buffer per thread, for memory that direct I/O cannot use."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES))
+        self.memory = map_private(round_up(nbytes, PAGE_BYTES))
         self.view = memoryview(self.memory)
         self._anchor = ctypes.c_char.from_buffer(self.memory)
         self.address = ctypes.addressof(self._anchor)

@@ -49,16 +49,21 @@ class PathLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        stat = os.fstat(self._fd)
-        self._prefix = f"offload-strategy/{stat.st_dev}:{stat.st_rdev}:{stat.st_ino}/"
+        self._presence: socket.socket | None = None
         self._pid = os.getpid()
         self._others = 0
         self._counted_at = -1.0
         self._released_at = 0.0
-        self._presence = self._announce()
         # `release` and `close` are rare and may come from different threads.
         self._lock = threading.Lock()
-        self.works = self._try_lock()
+        try:
+            stat = os.fstat(self._fd)
+            self._prefix = f"offload-strategy/{stat.st_dev}:{stat.st_rdev}:{stat.st_ino}/"
+            self._presence = self._announce()
+            self.works = self._try_lock()
+        except BaseException:
+            self.close()
+            raise
         _open.add(self)
 
     def others(self) -> int:
@@ -66,7 +71,8 @@ class PathLock:
         now = perf_counter()
         if self.works and now - self._counted_at > _FRESH_SECONDS:
             self._counted_at = now
-            self._others = self._count_others()
+            with contextlib.suppress(OSError):  # no descriptor is left
+                self._others = self._count_others()
         return self._others
 
     def acquire(self) -> None:
@@ -84,15 +90,20 @@ class PathLock:
 
         with self._lock:
             self._released_at = perf_counter()
-            if self._fd >= 0:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            try:
+                if self._fd >= 0:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+            except OSError:  # closing the file releases it, too; the path goes without from now on
+                os.close(self._fd)
+                self._fd, self.works, self._others = -1, False, 0
 
     def close(self) -> None:
         """Release the lock and no longer count as a user of the path. Idempotent."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # it is closed even so
+                os.close(fd)
         if self._presence is not None:
             self._presence.close()
 

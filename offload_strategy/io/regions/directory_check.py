@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from offload_strategy.errors import ConfigError
@@ -121,7 +122,8 @@ def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
         else:
             on.setdefault(status.st_dev, []).append((name, path, capacity))
     for number, here in on.items():
-        _check_file_system(number, here)
+        with suppress(OSError):  # opening its region says more
+            _check_file_system(number, here)
 
 
 def _check_file_system(number: int, here: list[tuple[str, Path, int | None]]) -> None:

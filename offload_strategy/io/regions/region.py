@@ -140,7 +140,8 @@ class Region:
             if self._begin and os.getpid() == self._pid:
                 discard(fd, self._begin, self._used_end - self._begin)
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # nobody needs the bytes any more
+                os.close(fd)
 
     # ------------------------------------------------------------------ opening
     def _available(self) -> int:
@@ -201,17 +202,18 @@ class Region:
         """Grow the file to at least `end`, in large steps, within what is free."""
         if end <= self._reserved:
             return
-        stats = os.fstatvfs(self.fd)
-        free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
-        missing = end - self._reserved
-        if missing > free:
-            raise TierFullError(
-                f"{self.path} has {format_size(free)} available (besides a reserve of "
-                f"{format_size(RESERVE_BYTES)}), {format_size(missing)} more are needed"
-            )
-        step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
-        target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
+        target = end
         try:
+            stats = os.fstatvfs(self.fd)
+            free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
+            missing = end - self._reserved
+            if missing > free:
+                raise TierFullError(
+                    f"{self.path} has {format_size(free)} available (besides a reserve of "
+                    f"{format_size(RESERVE_BYTES)}), {format_size(missing)} more are needed"
+                )
+            step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
+            target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
             grow(self.fd, self._reserved, target)
         except OSError as error:
             if error.errno == errno.ENOSPC:

@@ -162,9 +162,17 @@ class RankShards:
         all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
         with ScratchFile(self._directories) as scratch:
             slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
+            names: dict[torch.Tensor, set[str]] = {}
             for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-                for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
-                    states.setdefault(param_slice.parameter, small)
+                for index, small in enumerate(metadata.small):
+                    parameter = subgroup.slices[index].parameter
+                    states.setdefault(parameter, small)
+                    own_names = {each.name for each in metadata.stored if each.slice_index == index}
+                    if names.setdefault(parameter, own_names) != own_names:
+                        raise OffloadError(
+                            f"only some rows of a parameter of shape {tuple(parameter.shape)} have "
+                            f"states: its first update failed. Start from the last checkpoint."
+                        )
                 for index, name, segment, dtype in metadata.stored:
                     param_slice = subgroup.slices[index]
                     own = slots.setdefault(param_slice.parameter, {})

@@ -173,11 +173,17 @@ class StateSet:
         return 0 if self.ticket is None else self.ticket.nbytes
 
     def metadata(self) -> StateSet:
-        """Copies of the small values, and which tensors are stored, without the ticket."""
-        stored = [] if self.ticket is None else self.stored
-        states = self.small_copies()
+        """Copies of the small values, and which tensors are stored, without the ticket.
+
+        Without a ticket, as after an update that failed, `small` has the stored ones as well: other
+        subgroups may have other rows of the same states.
+        """
+        states, stored = self.small_copies(), self.stored
         if self.ticket is None:
             self.upcast(states)
+            places = packable_places(states)
+            segments = Layout.of([states[index][name] for index, name in places]).segments
+            stored = [StoredState(*p, s, s.dtype) for p, s in zip(places, segments, strict=True)]
         return StateSet(states, stored)
 
     def small_copies(self) -> list[State]:
@@ -253,7 +259,7 @@ class UnpackedStates:
                 self.states[each.slice_index][each.name] = view
         self.states = [rebuild_wrappers(state) for state in self.states]
 
-    def in_memory(self) -> StateSet:
+    def without_ticket(self) -> StateSet:
         """A set of the same states that keeps them in memory, without a ticket."""
         return replace(self.source, small=self.states, ticket=None)
 
@@ -280,12 +286,7 @@ class UnpackedStates:
             or not all(map(_fits, tensors, views, stored))
             or any(packable(value) for state in small for value in state.values())
         ):
-            places = [
-                (index, name)
-                for index, state in enumerate(states)
-                for name, value in state.items()
-                if packable(value)
-            ]
+            places = packable_places(states)
             small = [{n: v for n, v in each.items() if not packable(v)} for each in states]
             if not places:
                 return StateSet(small, updates=updates)
@@ -305,6 +306,16 @@ class UnpackedStates:
             if tensor.data_ptr() != view.data_ptr():
                 copy_rounded(view, tensor, generator)
         return StateSet(small, stored, put(flat), updates)
+
+
+def packable_places(states: Sequence[State]) -> list[tuple[int, str]]:
+    """Slice and name of every state that a ticket can have."""
+    return [
+        (index, name)
+        for index, state in enumerate(states)
+        for name, value in state.items()
+        if packable(value)
+    ]
 
 
 def _fits(state: object, view: torch.Tensor, stored: StoredState) -> bool:
