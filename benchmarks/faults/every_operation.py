@@ -55,7 +55,8 @@ def provoke(setting: Setting, seam: Seam) -> Seen:
 def counted(setting: Setting) -> dict[str, int]:
     """How many operations of each kind a training makes when nothing fails."""
     seen = provoke(setting, Seam())
-    assert seen.result == "same numbers" and not seen.complaints, seen
+    assert seen.result == "same numbers", seen
+    assert seen.complaints == [], seen
     return seen.counts
 
 

@@ -213,7 +213,7 @@ def trained(setting: Setting, seam: Seam, place: Path, saves: Path) -> Seen:
     seen.failed, seen.counts = seam.failed, dict(seam.counts)
     if not dist.is_initialized() or seam.kind:
         _judge(setting, seam, seen, place)
-    if seam.maps and gc.collect() and seam.maps:
+    if seam.maps:
         seen.left.append(f"{len(seam.maps)} mappings")
     seen.complaints += [f"left behind: {thing}" for thing in seen.left]
     return seen
@@ -312,8 +312,8 @@ def _tried_once() -> Iterator[None]:
     """AdamW is tried once: that takes most of the time, and makes no operation."""
     supported, sliceable = _trial()
     with (
-        mock.patch.object(attached_optimizers, "check_supported", lambda *_: supported),
-        mock.patch.object(offloaded_optimizer, "is_elementwise", lambda *_: sliceable),
+        mock.patch.object(attached_optimizers, "check_supported", return_value=supported),
+        mock.patch.object(offloaded_optimizer, "is_elementwise", return_value=sliceable),
     ):
         yield
 
