@@ -3,6 +3,7 @@
 # make conformance   compares everything in torch's databases of operators, modules and optimizers with plain PyTorch
 # make stress runs two training threads on a simulated accelerator with 1,000 seeds of delays
 # make simulate   runs 10,000 seeds of orders in which a store's events may come; SEED=n runs one again
+# make faults fails every operation of a small training in turn (hours; ARGS="--minutes 20" ends it early)
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)
 # make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
 # make bench-quick   the same with tiny models, to see that it runs
@@ -19,7 +20,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress simulate compatibility module-map docs lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress simulate faults compatibility module-map docs lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -60,6 +61,9 @@ stress: $(READY)
 SEEDS ?= 10000
 simulate: $(READY)
 	$(if $(SEED),SEED=$(SEED),SEEDS=$(SEEDS)) $(BIN)/python -m pytest --timeout=1800 tests/simulation -k seed $(ARGS)
+
+faults: $(READY)
+	$(BIN)/python -m benchmarks.faults.every_operation $(ARGS)
 
 # Environments of their own, of 8 GB each: those versions of torch come with CUDA.
 COMPATIBILITY_TESTS = tests/activations tests/callbacks tests/checkpoints tests/distributed tests/engine \

@@ -29,22 +29,12 @@ from typing import Any
 import torch
 
 from benchmarks.faults import one_point, operations, two_ranks
-from benchmarks.faults.one_point import SETTINGS, Point, Seen, Setting
+from benchmarks.faults.one_point import Seen
 from benchmarks.faults.operations import Seam
+from benchmarks.faults.points import SETTINGS, Point, Setting, points
 
 #: No point may take longer.
 MOST_SECONDS = 30.0
-#: Failures of these are as good as unnoticed; for good they fail from the first one only.
-_ADVICE = {"flags", "mode", "advise", operations.ADVISE_MEMORY, operations.LOOK}
-
-
-def points(setting: Setting, counts: dict[str, int]) -> Iterator[Point]:
-    """All points of a configuration, whose training makes so many operations of each kind."""
-    for kind in operations.KINDS:
-        for number in range(1, counts.get(kind, 0) + 1):
-            yield Point(setting, kind, number, for_good=False)
-            if kind not in _ADVICE or number == 1:
-                yield Point(setting, kind, number, for_good=True)
 
 
 def provoke(setting: Setting, seam: Seam) -> Seen:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.faults import operations, subject
 from benchmarks.faults.operations import Seam
+from benchmarks.faults.points import Setting
 from offload_strategy import OffloadEngine, load, save
 from offload_strategy.engine import attached_optimizers
 from offload_strategy.errors import OffloadError
@@ -32,7 +33,6 @@ from offload_strategy.optimizer import offloaded_optimizer
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import SupportedOptimizer, check_supported
 from offload_strategy.optimizer.user_class.trial import is_elementwise
-from offload_strategy.units import KiB
 
 STEPS = 3
 #: What a message must advise, one way or the other.
@@ -42,106 +42,6 @@ _ADVICE = re.compile(
     re.IGNORECASE,
 )
 _NOTE = "the weights are not those of any one step"
-_CLIENTS = {"activations": "activations", "states": "optimizer", "weights": "parameters"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a training is configured with.
-
-    Args:
-        overlap: of the optimizer's updates.
-        what: "activations", "states", "weights" or "all".
-        tiers: "ssd", or "dram+ssd", where a part of it fits into host memory.
-        checksum: whether blocks are verified.
-        direct: whether files are opened for direct I/O where possible.
-        ranks: 1, or 2 that share the path; the operations that fail are those of one of them.
-    """
-
-    overlap: str
-    what: str
-    tiers: str = "ssd"
-    checksum: bool = False
-    direct: bool = True
-    ranks: int = 1
-
-    def __str__(self) -> str:
-        parts = [self.overlap, self.what, self.tiers]
-        parts += ["checksum"] * self.checksum + ["buffered"] * (not self.direct)
-        return "-".join(parts + ["2ranks"] * (self.ranks == 2))
-
-    @classmethod
-    def parse(cls, text: str) -> Setting:
-        """The setting that `str` gives such a name; raises ValueError if there is none."""
-        found = {str(setting): setting for setting in SETTINGS}
-        if text not in found:
-            raise ValueError(f"there is no configuration {text!r}; one of {', '.join(found)}")
-        return found[text]
-
-    def config(self, place: Path) -> dict[str, Any]:
-        """The config of an engine whose path is a directory."""
-        config = subject.settings(place, io={"checksum": self.checksum, "direct": self.direct})
-        if self.direct:
-            config["io"]["direct"] = "auto"
-        if self.tiers == "dram+ssd":
-            memory = {"name": "memory", "kind": "dram", "capacity": 96 * KiB}
-            config["tiers"].insert(0, memory)
-        config["optimizer"] = {"subgroup_size": 12_000, "overlap": self.overlap}
-        config["io"]["block_size"] = "32KiB"
-        config["parameters"] = {"min_size": 1}
-        for what, section in _CLIENTS.items():
-            config[section]["enabled"] = self.what in (what, "all")
-        if self.ranks == 2:  # `DistributedDataParallel` cannot have streamed weights
-            config["parameters"]["enabled"] = False
-        return config
-
-
-def _settings() -> Iterator[Setting]:
-    for tiers in ("ssd", "dram+ssd"):
-        for checksum in (False, True):
-            for overlap in ("commit", "eager", "off"):
-                yield Setting(overlap, "all", tiers, checksum)
-                if tiers == "ssd" or not checksum:
-                    yield Setting(overlap, "states", tiers, checksum)
-            if tiers == "ssd" or not checksum:
-                yield Setting("off", "activations", tiers, checksum)
-                yield Setting("off", "weights", tiers, checksum)
-    yield Setting("commit", "all", "ssd", False, False)
-    for overlap in ("commit", "eager", "off"):
-        yield Setting(overlap, "all", "ssd", False, True, 2)
-
-
-#: Overlap modes matter where states are offloaded.
-SETTINGS = tuple(_settings())
-
-
-@dataclass(frozen=True)
-class Point:
-    """One operation of one training: the `number`-th of its `kind`, once or for good."""
-
-    setting: Setting
-    kind: str
-    number: int
-    for_good: bool
-
-    def __str__(self) -> str:
-        how = "for-good" if self.for_good else "once"
-        return f"{self.setting}:{self.kind.replace(' ', '-')}.{self.number}:{how}"
-
-    @classmethod
-    def parse(cls, text: str) -> Point:
-        """The point that `str` gives such a name; raises ValueError if it is none."""
-        try:
-            setting, operation, how = text.split(":")
-            kind, number = operation.rsplit(".", 1)
-            kind = {name.replace(" ", "-"): name for name in operations.KINDS}[kind]
-            for_good = {"once": False, "for-good": True}[how]
-            return cls(Setting.parse(setting), kind, int(number), for_good)
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{text!r} is not CONFIG:KIND.N:once or :for-good ({error}); kinds are "
-                f"{', '.join(kind.replace(' ', '-') for kind in operations.KINDS)}"
-            ) from error
 
 
 @dataclass
@@ -266,10 +166,8 @@ def _train(setting: Setting, place: Path, saves: Path, seam: Seam, seen: Seen) -
                 _raised(seen, error, "close()")
         seen.close_seconds = time.perf_counter() - begin
     seam.lift()
-    if optimizer is not None and not seam.failed and seen.result == "same numbers":
-        got = _copy(model)
-        if not _same(got, _plain()[0][seen.whole_steps]):
-            seen.complaints.append("weights are not right after close()")
+    if optimizer is not None:
+        _look_again(model, seen)
     hooks = [module._forward_hooks or module._forward_pre_hooks for module in model.modules()]
     if any(hooks) or any(p._post_accumulate_grad_hooks for p in model.parameters()):
         seen.left.append("hooks on the model")
@@ -379,6 +277,24 @@ def _look(model: nn.Module, optimizer: Any, seen: Seen, *, states_too: bool = Tr
             seen.states = "half a step" if _halves(found, states, done) else "wrong"
 
 
+def _look_again(model: nn.Module, seen: Seen) -> None:
+    """After `close()` weights are those of the last step; after an error some may be lost."""
+    weights, done = _plain()[0], seen.whole_steps
+    try:
+        got = _copy(model)
+    except OffloadError as error:  # those that `close()` could not read
+        if seen.result == "same numbers":
+            seen.complaints.append(f"weights are gone after close(): {error}")
+        return
+    if seen.result == "same numbers":
+        right = _same(got, weights[done])
+    else:
+        around = zip(got, weights[done], weights[min(done + 1, STEPS)], strict=True)
+        right = all(bool(((now == a) | (now == b) | now.isnan()).all()) for now, a, b in around)
+    if not right:
+        seen.complaints.append("weights are neither right nor NaN after close()")
+
+
 def _halves(found: list[Any], states: list[list[dict[str, Any]]], done: int) -> bool:
     following = states[min(done + 1, STEPS)]
     before = states[done] or [dict.fromkeys(state, None) for state in following]
@@ -472,6 +388,7 @@ def _watched(seen: Seen) -> Iterator[None]:
     finally:
         logger.handlers[:], logger.propagate = before
     gc.collect()
+    gc.collect()  # what the first one has finalized
     seen.left += [f"thread {thread.name}" for thread in set(threading.enumerate()) - threads]
     seen.left += [f"open file {file}" for file in sorted(_open_files() - files)]
 

@@ -16,8 +16,9 @@ import torch._dynamo  # noqa: F401  # which `DistributedDataParallel` imports, i
 import torch.distributed as dist
 
 from benchmarks.faults import one_point, operations
-from benchmarks.faults.one_point import Seen, Setting
+from benchmarks.faults.one_point import Seen
 from benchmarks.faults.operations import Seam
+from benchmarks.faults.points import Setting
 
 #: The other rank finds out by the end of a connection; nothing may take longer.
 MOST_SECONDS = 30.0

@@ -1,0 +1,125 @@
+"""The trainings of `every_operation`, and the points of each: one operation that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import operations, subject
+from offload_strategy.units import KiB
+
+_CLIENTS = {"activations": "activations", "states": "optimizer", "weights": "parameters"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a training is configured with.
+
+    Args:
+        overlap: of the optimizer's updates.
+        what: "activations", "states", "weights" or "all".
+        tiers: "ssd", or "dram+ssd", where a part of it fits into host memory.
+        checksum: whether blocks are verified.
+        direct: whether files are opened for direct I/O where possible.
+        ranks: 1, or 2 that share the path; the operations that fail are those of one of them.
+    """
+
+    overlap: str
+    what: str
+    tiers: str = "ssd"
+    checksum: bool = False
+    direct: bool = True
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.overlap, self.what, self.tiers]
+        parts += ["checksum"] * self.checksum + ["buffered"] * (not self.direct)
+        return "-".join(parts + ["2ranks"] * (self.ranks == 2))
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """The setting that `str` gives such a name; raises ValueError if there is none."""
+        found = {str(setting): setting for setting in SETTINGS}
+        if text not in found:
+            raise ValueError(f"there is no configuration {text!r}; one of {', '.join(found)}")
+        return found[text]
+
+    def config(self, place: Path) -> dict[str, Any]:
+        """The config of an engine whose path is a directory."""
+        config = subject.settings(place, io={"checksum": self.checksum, "direct": self.direct})
+        if self.direct:
+            config["io"]["direct"] = "auto"
+        if self.tiers == "dram+ssd":
+            memory = {"name": "memory", "kind": "dram", "capacity": 96 * KiB}
+            config["tiers"].insert(0, memory)
+        config["optimizer"] = {"subgroup_size": 12_000, "overlap": self.overlap}
+        config["io"]["block_size"] = "32KiB"
+        config["parameters"] = {"min_size": 1}
+        for what, section in _CLIENTS.items():
+            config[section]["enabled"] = self.what in (what, "all")
+        if self.ranks == 2:  # `DistributedDataParallel` cannot have streamed weights
+            config["parameters"]["enabled"] = False
+        return config
+
+
+def _settings() -> Iterator[Setting]:
+    for tiers in ("ssd", "dram+ssd"):
+        for checksum in (False, True):
+            for overlap in ("commit", "eager", "off"):
+                yield Setting(overlap, "all", tiers, checksum)
+                if tiers == "ssd" or not checksum:
+                    yield Setting(overlap, "states", tiers, checksum)
+            if tiers == "ssd" or not checksum:
+                yield Setting("off", "activations", tiers, checksum)
+                yield Setting("off", "weights", tiers, checksum)
+    yield Setting("commit", "all", "ssd", False, False)
+    for overlap in ("commit", "eager", "off"):
+        yield Setting(overlap, "all", "ssd", False, True, 2)
+
+
+#: Overlap modes matter where states are offloaded.
+SETTINGS = tuple(_settings())
+
+
+@dataclass(frozen=True)
+class Point:
+    """One operation of one training: the `number`-th of its `kind`, once or for good."""
+
+    setting: Setting
+    kind: str
+    number: int
+    for_good: bool
+
+    def __str__(self) -> str:
+        how = "for-good" if self.for_good else "once"
+        return f"{self.setting}:{self.kind.replace(' ', '-')}.{self.number}:{how}"
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """The point that `str` gives such a name; raises ValueError if it is none."""
+        try:
+            setting, operation, how = text.split(":")
+            kind, number = operation.rsplit(".", 1)
+            kind = {name.replace(" ", "-"): name for name in operations.KINDS}[kind]
+            for_good = {"once": False, "for-good": True}[how]
+            return cls(Setting.parse(setting), kind, int(number), for_good)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{text!r} is not CONFIG:KIND.N:once or :for-good ({error}); kinds are "
+                f"{', '.join(kind.replace(' ', '-') for kind in operations.KINDS)}"
+            ) from error
+
+
+#: Failures of these are as good as unnoticed; for good they fail from the first one only.
+_ADVICE = {"flags", "mode", "advise", operations.ADVISE_MEMORY, operations.LOOK}
+
+
+def points(setting: Setting, counts: Mapping[str, int]) -> Iterator[Point]:
+    """All points of a configuration, whose training makes so many operations of each kind."""
+    for kind in operations.KINDS:
+        for number in range(1, counts.get(kind, 0) + 1):
+            yield Point(setting, kind, number, for_good=False)
+            if kind not in _ADVICE or number == 1:
+                yield Point(setting, kind, number, for_good=True)
