@@ -162,6 +162,7 @@ class PathTier(Tier):
                             begin += part
                         elif part:
                             open_queues.remove(queue)
+                            break  # the rest is dealt anew, so that its odd part comes last again
             except BaseException:  # a path failed while its file grew
                 self._free(stripes)
                 raise

@@ -40,10 +40,10 @@ class Disk:
 class SimulatedRegion(Region):
     """A region whose file is a simulated disk, and whose file system is full when the disk says."""
 
-    def __init__(self, system: SimulatedSystem, capacity: int) -> None:
+    def __init__(self, system: SimulatedSystem, capacity: int, path: Path = Path("/")) -> None:
         self.tier, self.shortage, self._begin = "nvme", None, 0
         self.fd, self.disk = system.open(capacity)
-        self.path, self.direct, self.capacity = Path(f"/disk{self.fd}"), True, capacity
+        self.path, self.direct, self.capacity = path / str(self.fd), True, capacity
         self._extents = ExtentAllocator(capacity)
         self._reserved, self._used_end, self._pid = 0, 0, os.getpid()
         self._lock = SimulatedLock(system.scheduler)  # type: ignore[assignment]

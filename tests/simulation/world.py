@@ -7,7 +7,7 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from offload_strategy.activations import saved_tensor_hooks
 from offload_strategy.activations.forward_records import ForwardRecord, Trace
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
-from offload_strategy.errors import OffloadError, StorageError, TierFullError
+from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.host_memory import arena, idle_memory, pool
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import posix
@@ -114,8 +114,17 @@ class World:
         self.write_behind = pick((64, 8, 2)) * PAGE
         self.open_store()
         #: Whether something was made to fail, so that errors of the store are to be expected.
-        self.faulty = self.interrupted = self.closing = False
+        self.faulty = False
+        self.checks = check is not None
+        #: Whether there is one client.
+        self.alone = True
         self.log: list[str] = []
+
+    def close_store(self) -> None:
+        gc.collect()  # the frames of errors
+        self.store.close()
+        live = self.store.live_tickets
+        self.require(live == 0, f"{live} tickets are left")
 
     def open_store(self) -> None:
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
@@ -169,10 +178,8 @@ class World:
 
     def close(self) -> None:
         """Close everything, and look for what is left."""
-        gc.collect()
         scheduler, store = self.scheduler, self.store
-        self.require(store.live_tickets == 0, f"{store.live_tickets} tickets are left")
-        store.close()
+        self.close_store()
         for queue in self.queues:
             queue.close()
         for backend in self.backends:
@@ -188,7 +195,6 @@ class World:
             "bytes alive on the disks": sum(self.disk._live.values()),
             "requests": sum(q._reads.in_flight + q._writes.in_flight for q in self.queues),
         }
-        gc.collect()
         usage = self.pool.usage()
         figures |= {"buffers": usage.lent_bytes + usage.requested_bytes}
         self.pool.close()
@@ -233,6 +239,7 @@ class Client:
             (6, self.put), (4, self.read), (3, self.prefetch), (1, self.evict), (3, self.let_go),
             (2, self.replace), (1, self.adopt), (1, self.cancel), (1, self.wait), (1, self.reserve),
             (2, self.forward), (2, self.backward), (1, self.put_many),
+            (1, self.flip), (1, self.restart),
         ]  # fmt: skip
         self._bag = [action for weight, action in self.work for _ in range(weight)]
 
@@ -247,9 +254,7 @@ class Client:
         except TierFullError as error:
             _forget(error)
         except OffloadError as error:
-            expected = world.faulty if isinstance(error, StorageError) else world.closing
-            expected = expected or world.store._registry.closed
-            world.require(expected, f"unexpected: {error}")
+            world.require(world.faulty, f"unexpected: {error}")
             _forget(error)
         except (RuntimeError, MemoryError) as error:
             world.require(world.faulty, f"unexpected: {error!r}")
@@ -351,6 +356,43 @@ class Client:
         if (ticket := self._some()) is not None:
             self.world.store.cancel_write(ticket)
 
+    def flip(self) -> None:
+        """Change a bit on a disk with checksums, behind the store's back."""
+        ticket = self._some()
+        if ticket is None or not self.world.checks or ticket.state is not TicketState.STORED:
+            return
+        for stripe in ticket.entry.stripes[:1] if ticket.entry.tier is not None else ():
+            disk, at = stripe.queue.region.disk, stripe.extent.offset  # type: ignore[union-attr]
+            disk.data[at] ^= 1
+            try:
+                self.world.store.get(ticket)
+            except CorruptDataError as error:
+                _forget(error)
+            except StorageError as error:
+                self.world.require(self.world.faulty, f"unexpected: {error}")
+                _forget(error)
+            else:
+                self.world.scheduler.fail("wrong bytes went unnoticed")
+            finally:
+                disk.data[at] ^= 1
+
+    def restart(self) -> None:
+        """Close the store while bytes move, and open another one on the same disks."""
+        if not self.world.alone or not self.mine:
+            return
+        with suppress(KeyboardInterrupt):
+            self.world.store.close()
+        self.world.scheduler.interrupt_in = 0
+        self.world.store.close()
+        for ticket in list(self.mine):
+            with suppress(OffloadError):
+                self.check(ticket, "get")
+        del ticket
+        self.mine.clear()
+        self.graphs.clear()
+        self.world.close_store()
+        self.world.open_store()
+
     def wait(self) -> None:
         store = self.world.store
         if self.world.random.randrange(2):
@@ -451,11 +493,11 @@ class _System:
         return getattr(Shim.scheduler.system, name)
 
 
-def simulate(random: Random, steps: int = 40) -> World:
+def simulate(random: Random, steps: int = 0) -> World:
     """Run one world to its end; AssertionError if it is not what it should be."""
     world = World(random)
     try:
-        _live(world, steps)
+        _live(world, steps or random.choice((10, 20, 40)))
     except Abandoned:
         pass
     finally:
@@ -471,6 +513,7 @@ def _live(world: World, steps: int) -> None:
     helper = None
     if random.randrange(3) == 2:
         other = Client(world, "other")
+        world.alone = False
         clients.append(other)
         helper = SimulatedThread(lambda: [other.step() for _ in range(steps // 2)], "other")
         helper.start()

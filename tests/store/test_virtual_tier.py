@@ -69,6 +69,14 @@ def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
         pair.store.evict(ticket)
 
 
+def test_each_stripe_begins_on_a_page_when_a_path_is_full(pair: Rig) -> None:
+    # A read may fill its last page: what another stripe has there would be overwritten.
+    pair.regions[1].allocate(pair.regions[1].free_bytes)
+    ticket = pair.put(noise(24 * UNIT + 7))
+    assert not any(stripe.begin % PAGE for stripe in ticket.entry.stripes)
+    pair.complete()
+
+
 def test_one_capacity_over_several_paths(pair: Rig) -> None:
     quota = Quota(40 * UNIT)
     tier = PathTier("nvme", pair.queues, dict.fromkeys(pair.queues, quota))
