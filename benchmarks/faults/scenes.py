@@ -45,7 +45,7 @@ from benchmarks.faults.subject import (
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.units import KiB, MiB
+from offload_strategy.units import PAGE_BYTES, KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.
 _DISK_BYTES = 160 * MiB
@@ -395,8 +395,8 @@ def _train_with(place: Path, change: Change, **sections: Any) -> Outcome:
 
 
 # ---------------------------------------------------------------------- wrong bytes
-def flipped_bytes(place: Path, *, checksum: bool = True) -> Outcome:
-    """Bytes change on the disk, and checksums are on."""
+def flipped_bytes(place: Path, *, checksum: str = "auto") -> Outcome:
+    """Bytes change on the disk."""
     with loop_disk(place, 32 * MiB, formatted=False) as disk, observed() as outcome:
         engine = OffloadEngine(settings(disk.device, io={"checksum": checksum}))
         happen = {(1, FORWARDED): lambda engine: flip_bytes(engine, disk.image)}
@@ -406,7 +406,68 @@ def flipped_bytes(place: Path, *, checksum: bool = True) -> Outcome:
 
 def flipped_bytes_unnoticed(place: Path) -> Outcome:
     """The same without checksums."""
-    return flipped_bytes(place, checksum=False)
+    return flipped_bytes(place, checksum="off")
+
+
+def lost_writes(place: Path, *, checksum: str = "auto") -> Outcome:
+    """The disk says that it has written, and has not: what was there before is still there."""
+    return _lying(place, lambda call, fd, views, at: _nbytes(views), checksum)
+
+
+def lost_writes_unnoticed(place: Path) -> Outcome:
+    """The same without checksums."""
+    return lost_writes(place, checksum="off")
+
+
+def torn_writes(place: Path) -> Outcome:
+    """The disk writes the first half of the pages of each block only."""
+
+    def half(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        if pages := _nbytes(views) // PAGE_BYTES // 2:
+            call(fd, _first(views, pages * PAGE_BYTES), at)
+        return _nbytes(views)
+
+    return _lying(place, half)
+
+
+def misdirected_writes(place: Path) -> Outcome:
+    """The disk writes each block to the place of the one before."""
+    places: list[int] = []
+
+    def elsewhere(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        places.append(at)
+        return call(fd, views, places[-2:][0])
+
+    return _lying(place, elsewhere)
+
+
+def _lying(place: Path, write: Change, checksum: str = "auto") -> Outcome:
+    """Train on a disk that writes in a way of its own from the second step on."""
+
+    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        lies = call.__name__ == "pwritev" and fd in tier  # scratch files are not verified
+        return write(call, fd, views, at) if lies else call(fd, views, at)
+
+    tier: set[int] = set()
+
+    def begin(engine: OffloadEngine) -> None:
+        settled(engine)
+        tier.update(region.fd for region in engine._resources.regions)
+        later.enter_context(answers(change))
+
+    with (
+        loop_disk(place, _DISK_BYTES) as disk,
+        contextlib.ExitStack() as later,
+        observed(disk.directory) as outcome,
+    ):
+        io = {"checksum": checksum, "block_size": "1MiB"}
+        engine = OffloadEngine(settings(disk.directory, io=io))
+        train(engine, outcome, {(1, BEFORE): begin, (1, FORWARDED): settled})
+    return outcome
+
+
+def _nbytes(views: list[memoryview]) -> int:
+    return sum(memoryview(view).nbytes for view in views)
 
 
 # ---------------------------------------------------------------------- threads

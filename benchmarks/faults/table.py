@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults import scenes, sharing
 from benchmarks.faults.subject import STEPS, Outcome
@@ -56,6 +57,12 @@ class Fault:
 
 
 _OR_RAISES = ("right", "StorageError")
+_CORRUPT: dict[str, Any] = {
+    "error": CorruptDataError,
+    "says": rf"'nvme0' at {_MOUNT}: .*B at offset \d+ are not what was written",
+    "states": ("right", "CorruptDataError"),
+    "steps": 1,
+}
 
 FAULTS: dict[str, Fault] = {
     fault.provoke.__name__: fault
@@ -186,16 +193,25 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault("a storm of signals (EINTR)", scenes.signals),
         Fault(
-            "flipped bytes on the disk, io.checksum: true",
+            "flipped bytes on the disk",
             scenes.flipped_bytes,
             CorruptDataError,
             r"'nvme0' at /dev/nvme0n1: .*B at offset \d+ are not what was written",
             states=("CorruptDataError",),
             steps=1,
         ),
+        Fault("lost writes: what was there before is still there", scenes.lost_writes, **_CORRUPT),
+        Fault("torn writes: half of each block", scenes.torn_writes, **_CORRUPT),
+        Fault("each write at the place of another", scenes.misdirected_writes, **_CORRUPT),
         Fault(
-            "flipped bytes on the disk, io.checksum: false",
+            "flipped bytes on the disk, io.checksum: off",
             scenes.flipped_bytes_unnoticed,
+            weights=("wrong",),
+            states=("wrong",),
+        ),
+        Fault(
+            "lost writes, io.checksum: off",
+            scenes.lost_writes_unnoticed,
             weights=("wrong",),
             states=("wrong",),
         ),

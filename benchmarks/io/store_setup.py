@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -14,6 +14,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
+from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -37,6 +38,7 @@ class OurStore:
         capacity: bytes of each path, or None for what is free.
         with_path_lock: whether reads take the path lock, which processes share.
         encryption: whether what is on the paths is encrypted.
+        checksum: as `io.checksum` of the config.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class OurStore:
         capacity: int | None = None,
         with_path_lock: bool = False,
         encryption: bool = False,
+        checksum: Literal["auto", "full", "sampled", "off"] = "auto",
     ) -> None:
         io = OffloadConfig().io
         self._undo = ExitStack()
@@ -68,8 +71,9 @@ class OurStore:
                     io.backend, threads=io.threads_to_use(), block_size=io.block_size
                 )
                 undo.callback(backend.close)
+                check = cipher or create_checksum(checksum, backend)
                 queue = PathQueue(
-                    region, backend, self.recorder, path_lock=path_lock, checksum=cipher
+                    region, backend, self.recorder, path_lock=path_lock, checksum=check
                 )
                 undo.callback(queue.close)
                 queues.append(queue)

@@ -164,7 +164,7 @@ class IOConfig(Section):
     """What moves the bytes: 'posix' is direct I/O on threads and runs everywhere; 'kvikio' is
     GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
     deepspeed, libaio and a compiler), which does not report errors and therefore needs
-    checksum: true. 'auto' is kvikio where cuFile has a working driver, else posix."""
+    checksum: full. 'auto' is kvikio where cuFile has a working driver, else posix."""
     threads: int = Field(default=4, ge=1, le=256)
     """Threads per path and direction. The default is lower on machines with fewer cores, but at
     least two."""
@@ -174,12 +174,20 @@ class IOConfig(Section):
     direct: AutoOrBool = "auto"
     """Whether to bypass the page cache: 'auto' does so where the file system supports it, true
     refuses a file system that does not."""
-    checksum: bool = False
-    """Whether every read is checked against what was written (XXH3, package xxhash)."""
+    checksum: Literal["auto", "full", "sampled", "off"] = "auto"
+    """How what is read from a path is checked against what was written there (XXH3): 'full' hashes
+    every byte, 'sampled' one line of 64 bytes in 63, so at least one of each page of 4 KiB, and
+    'off' nothing. 'auto' is sampled, but full with backend deepnvme, and off where kvikio moves the
+    bytes, because the host does not see them. true and false stand for full and off."""
     encryption: bool = False
     """Whether ssd tiers hold only what this run can read (AES-256-GCM, package cryptography): the
     key is in memory and gone with the process. Every read is checked too, without a checksum.
     Optimizer state dicts are in memory then, and not in a scratch file."""
+
+    @field_validator("checksum", mode="before")
+    @classmethod
+    def _full_or_off(cls, checksum: Any) -> Any:
+        return {True: "full", False: "off"}[checksum] if isinstance(checksum, bool) else checksum
 
     @model_validator(mode="after")
     def _errors_are_noticed(self) -> Self:
@@ -190,9 +198,9 @@ class IOConfig(Section):
             )
         if self.encryption and self.block_size >= 2 * GiB:
             raise ValueError("encryption: true takes a block_size below 2 GiB; lower it")
-        if self.backend == "deepnvme" and not self.checksum:
+        if self.backend == "deepnvme" and self.checksum not in ("auto", "full"):
             raise ValueError(
-                "backend: deepnvme needs checksum: true, as DeepSpeed does not say when a read or "
+                "backend: deepnvme needs checksum: full, as DeepSpeed does not say when a read or "
                 "a write has failed; set it, or use backend: auto"
             )
         return self

@@ -17,9 +17,10 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
+from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.io.queues.path_queue import Checksum, PathQueue, create_checksum
+from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.tensor_store import TensorStore
@@ -83,11 +84,8 @@ class Resources:
                 for path in tier.paths
             ]
         )
-        checksum: Checksum | BlockCipher | None = None
-        if config.io.encryption:  # which notices what a checksum would
-            checksum = BlockCipher(config.io.block_size)
-        elif config.io.checksum:
-            checksum = create_checksum()
+        # It notices what a checksum would.
+        cipher = BlockCipher(config.io.block_size) if config.io.encryption else None
         accelerated = torch.accelerator.is_available()
         available = available_bytes() // processes
         pinned = config.memory.pinned_bytes(available, accelerated=accelerated)
@@ -108,7 +106,7 @@ class Resources:
             for tier in tiers:
                 if tier.kind == "ssd":
                     try:
-                        resources._open_paths(tier, config, checksum)
+                        resources._open_paths(tier, config, cipher)
                     except OSError as error:
                         raise ConfigError(
                             f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
@@ -198,7 +196,7 @@ class Resources:
             self._stack.close()
 
     def _open_paths(
-        self, tier: TierConfig, config: OffloadConfig, checksum: Checksum | BlockCipher | None
+        self, tier: TierConfig, config: OffloadConfig, cipher: BlockCipher | None
     ) -> None:
         several, close = len(tier.paths) > 1, self._stack.callback
         queues = self.queues[tier.name] = []
@@ -218,6 +216,7 @@ class Resources:
                 block_size=config.io.block_size,
             )
             close(backend.close)
+            checksum = cipher or create_checksum(config.io.checksum, backend)
             queue = PathQueue(
                 region, backend, self.recorder, path_lock=path_lock, checksum=checksum
             )

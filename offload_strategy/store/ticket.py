@@ -70,8 +70,6 @@ class Tier:
     #: The tier's paths and their regions; none for host memory.
     queues: tuple[PathQueue, ...] = ()
     regions: Sequence[Region] = ()
-    #: Whether a path keeps checksums.
-    checks = False
     #: Whether all paths transfer directly from and to device memory.
     device_memory = False
 

@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -117,10 +116,9 @@ class PathTier(Tier):
         super().__init__(name)
         self.queues = tuple(queues)
         self.regions = [q.region for q in self.queues if isinstance(q.region, Region)]
-        self.checks = any(queue.checksum is not None for queue in self.queues)
         # A checksum is computed by the host, which cannot read device memory.
         direct = all(queue.backend.device_memory for queue in self.queues)
-        self.device_memory = direct and not self.checks
+        self.device_memory = direct and not any(queue.checksum for queue in self.queues)
         self._quotas = quotas or {}
         self._live = dict.fromkeys(self.queues, 0)
         self._lock = threading.Lock()
@@ -139,11 +137,14 @@ class PathTier(Tier):
         """Bytes in extents on its paths, by any user."""
         return sum(region.used_bytes for region in self.regions)
 
-    def claim_extents(self, nbytes: int) -> list[Stripe] | None:
-        """Reserve extents for `nbytes`; None if the paths are full. May grow a file."""
+    def claim_extents(self, nbytes: int, lead: int = 0) -> list[Stripe] | None:
+        """Reserve extents for `nbytes`; None if the paths are full. May grow a file.
+
+        The first `lead` bytes are not the ticket's, and may change while they are written.
+        """
         if len(self.queues) == 1:
             with self._lock:
-                stripe = self._claim_on(self.queues[0], 0, nbytes)
+                stripe = self._claim_on(self.queues[0], 0, nbytes, lead)
             return None if stripe is None else [stripe]
         stripes: list[Stripe] = []
         open_queues = list(self.queues)
@@ -156,7 +157,7 @@ class PathTier(Tier):
                     # A part with an odd size comes last, so that all parts begin page-aligned.
                     dealt = list(zip(open_queues, parts, strict=True))
                     for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
-                        stripe = self._claim_on(queue, begin, part) if part else None
+                        stripe = self._claim_on(queue, begin, part, lead) if part else None
                         if stripe is not None:
                             stripes.append(stripe)
                             begin += part
@@ -181,7 +182,7 @@ class PathTier(Tier):
         with self._lock:
             self._free(stripes)
 
-    def _claim_on(self, queue: PathQueue, begin: int, nbytes: int) -> Stripe | None:
+    def _claim_on(self, queue: PathQueue, begin: int, nbytes: int, lead: int) -> Stripe | None:
         quota = self._quotas.get(queue)
         if quota is not None and quota.used_bytes + nbytes > quota.capacity:
             return None
@@ -194,7 +195,8 @@ class PathTier(Tier):
         self._live[queue] += nbytes
         digests = None
         if queue.checksum is not None:
-            digests = [0] * ceil(nbytes / queue.backend.block_size)
+            place, lead = (str(queue.path), extent.offset), 0 if begin else lead
+            digests = queue.checksum.digests(place, nbytes, lead, queue.backend.block_size)
         return Stripe(queue, extent, begin, nbytes, digests)
 
     def _free(self, stripes: Sequence[Stripe]) -> None:

@@ -121,8 +121,8 @@ class Writer:
                         entry.source = payload
                     return
             elif isinstance(tier, PathTier):
-                lead = _lead(entry, tier, payload)
-                stripes = tier.claim_extents(lead + entry.nbytes)
+                lead = _lead(entry, payload)
+                stripes = tier.claim_extents(lead + entry.nbytes, lead)
                 if stripes is not None:
                     entry.tier, entry.stripes, entry.begin = tier, stripes, lead
                     if on_device and tier.device_memory:
@@ -178,8 +178,8 @@ class Writer:
         for tier in entry.lower:
             if not isinstance(tier, PathTier):
                 continue
-            lead = _lead(entry, tier, payload)
-            if (stripes := tier.claim_extents(lead + entry.nbytes)) is not None:
+            lead = _lead(entry, payload)
+            if (stripes := tier.claim_extents(lead + entry.nbytes, lead)) is not None:
                 break
         else:
             with self.registry.lock:
@@ -256,15 +256,13 @@ def _submit(moves: Sequence[Move]) -> None:
         move.submit()
 
 
-def _lead(entry: Entry, tier: Tier, payload: torch.Tensor) -> int:
+def _lead(entry: Entry, payload: torch.Tensor) -> int:
     """Return how many bytes before the payload to write with it to avoid a copy.
 
     Direct I/O takes memory from the begin of a page on; tensors begin a little after one. Memory is
     there by whole pages, so what lies before a tensor in its page can be written along.
     """
     if not entry.whole_pages or entry.nbytes < _WORTH_BYTES or payload.device.type != "cpu":
-        return 0
-    if tier.checks:  # what is not ours may change while it is written: no checksum would hold
         return 0
     lead = int(payload.data_ptr()) % PAGE_BYTES
     return 0 if lead % ALIGNMENT_BYTES else lead

@@ -64,7 +64,6 @@ def slow_engine(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offload
 
 
 def _engine(disk: Path) -> Iterator[OffloadEngine]:
-    pytest.importorskip("xxhash")
     config = settings(disk, optimizer={"enabled": False}, io={"checksum": True})
     config["tiers"][0]["capacity"] = "512MiB"
     with OffloadEngine(config) as made, warnings.catch_warnings():

@@ -50,9 +50,9 @@ def train(engine: OffloadEngine | None) -> list[Numbers]:
     return [*found, weights(model)]
 
 
-@pytest.mark.parametrize(("layout", "checksum"), [("one tier", True), ("several tiers", False)])
+@pytest.mark.parametrize(("layout", "checksum"), [("one tier", "full"), ("several tiers", "auto")])
 def test_training_over_several_paths_changes_no_bit(
-    places: list[Path], layout: str, checksum: bool, monkeypatch: pytest.MonkeyPatch
+    places: list[Path], layout: str, checksum: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tickets of this model are small; stripe them all the same.
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
@@ -114,11 +114,13 @@ def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
 
 
 def test_a_checksum_without_its_package_says_what_to_install(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch
+    places: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
-    with pytest.raises(ConfigError, match=r"pip install offload-strategy\[checksum\]"):
-        OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": True}))
+    with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
+        OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": "sampled"}))
+    with OffloadEngine(config(ssd("nvme", places[0]))):
+        assert "pip install xxhash" in caplog.text
 
 
 def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(

@@ -14,14 +14,14 @@ _CLOSE_SECONDS = 15.0
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_as_the_table_says(name: str, place: Path) -> None:
-    if name.startswith("flipped"):
-        pytest.importorskip("xxhash")
     outcome = FAULTS[name].provoke(place)
     assert FAULTS[name].complaints(outcome) == []
     assert outcome.close_seconds < _CLOSE_SECONDS
 
 
 def test_every_line_of_the_documentation_is_one_of_the_table() -> None:
-    text = Path(__file__).parents[2].joinpath("docs", "faults.md").read_text()
+    text = (
+        Path(__file__).parents[2].joinpath("docs", "faults.md").read_text().partition("Notes on")[0]
+    )
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert [row.split("|")[1].strip() for row in rows] == [fault.title for fault in FAULTS.values()]

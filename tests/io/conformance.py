@@ -206,14 +206,16 @@ class Conformance:
     ) -> None:
         memory, other = self.memory(BLOCK), self.memory(BLOCK)
         expected = memory.data = b"1" * BLOCK
-        if not write:
+        if write:
+            expected = b"2" * BLOCK
+        else:
             assert begin(backend, region.fd, memory, write=True).get() is None
         seen: list[bytes] = []
         threads: list[str] = []
 
         def before() -> None:
             threads.append(threading.current_thread().name)
-            memory.data = b"2" * BLOCK  # too late for what is written
+            memory.data = b"2" * BLOCK
 
         def after() -> None:
             threads.append(threading.current_thread().name)

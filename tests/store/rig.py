@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
-from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
+from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
@@ -52,25 +53,23 @@ class Rig:
     write_behind: int = 64 * MiB
     block_size: int = 1 * MiB
     paths: int = 1
-    checksum: bool = False
+    checksum: Literal["full", "sampled", "off"] = "off"
     encryption: bool = False
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
-        check: Any = create_checksum() if self.checksum else None
-        if self.encryption:
-            check = BlockCipher(self.block_size)
-        self.check = check
+        cipher: Any = BlockCipher(self.block_size) if self.encryption else None
         self.regions: list[Region] = []
         self.backends: list[ObedientBackend] = []
         self.queues: list[PathQueue] = []
         for _ in range(self.paths):
             self.regions.append(plain_region(self.directory, self.disk_bytes))
             self.backends.append(ObedientBackend(block_size=self.block_size))
+            self.check = cipher or create_checksum(self.checksum, self.backends[-1])
             self.queues.append(
-                PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=check)
+                PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=self.check)
             )
         # Most tests have one path.
         self.region, self.backend, self.queue = self.regions[0], self.backends[0], self.queues[0]
@@ -111,6 +110,12 @@ class Rig:
             os.pread(stripe.queue.region.fd, stripe.nbytes, stripe.extent.offset)
             for stripe in stripes
         )
+
+    def overwrite(self, ticket: Ticket, image: bytes) -> None:
+        """Change all bytes of a stored ticket behind the store's back."""
+        for stripe in ticket.entry.stripes:
+            part = image[stripe.begin : stripe.begin + stripe.nbytes]
+            os.pwrite(stripe.queue.region.fd, part, stripe.extent.offset)
 
     def flip(self, ticket: Ticket, index: int) -> None:
         """Change one bit of a stored ticket behind the store's back."""

@@ -120,7 +120,7 @@ def test_a_path_that_cannot_grow_takes_nothing_of_the_others_along(
 
 # ---------------------------------------------------------------------- checksums
 def test_a_flipped_bit_is_found_and_named(make_rig: MakeRig) -> None:
-    rig = make_rig(checksum=True, paths=2)
+    rig = make_rig(checksum="full", paths=2)
     payload = noise(10 * UNIT + 3)
     ticket = rig.stored(payload)
     rig.at_once()

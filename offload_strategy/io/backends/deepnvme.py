@@ -2,8 +2,8 @@
 
 [Note: DeepSpeed ignores results]
 `aio_handle` does not check the results of its requests: a read or write that failed or was short
-looks successful, and a failed read may leave anything in memory. So the config requires
-`checksum: true` with this backend. A block that is not verified after reading (of an external file,
+looks successful, and a failed read may leave anything in memory. So this backend is used with
+`checksum: full` only. A block that is not verified after reading (of an external file,
 which has no checksums) is read by a system call. A block whose checksum differs is read again by a
 system call, which returns the bytes or the error that DeepSpeed ignored.
 
@@ -70,6 +70,7 @@ class DeepNvmeBackend(PosixBackend):
     """`aio_handle` for direct I/O of bytes with checksums; otherwise as the posix backend."""
 
     max_adjacent = 1
+    default_checksum = "full"
 
     def __init__(self, *, threads: int, block_size: int) -> None:
         self._aio = _load()

@@ -66,6 +66,8 @@ class KvikioBackend(PosixBackend):
         super().__init__(threads=threads, block_size=block_size)
         kvikio = _cufile()
         self.device_memory = not kvikio.defaults.is_compat_mode_preferred()
+        if self.device_memory:  # the host does not see the bytes
+            self.default_checksum = "off"
         # kvikio moves the bytes on its own threads, and restarts them when their number changes.
         if kvikio.defaults.get("num_threads") < 2 * threads:
             kvikio.defaults.set("num_threads", 2 * threads)

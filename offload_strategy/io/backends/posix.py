@@ -95,10 +95,6 @@ class PosixBackend(Backend):
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
         if request.before is not None:
-            if request.write and not request.stages:
-                # Neighbours of a tensor may change while it is written: a checksum holds of a copy.
-                _memmove(self._bounce.address, request.address, request.nbytes)
-                request.address = self._bounce.address
             request.before()
         self.move(request)
         if request.after is not None:
@@ -127,6 +123,9 @@ class PosixBackend(Backend):
     def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
         """Move adjacent blocks with one system call; False unless every byte moved."""
         first = requests[0]
+        for request in requests:
+            if request.before is not None:
+                request.before()
         views = [view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
         nbytes = sum(map(len, views))
         call = os.pwritev if first.write else os.preadv
@@ -164,6 +163,8 @@ class _Batch:
             try:
                 if not moved:  # an error of all together may be the error of only one
                     backend.run(request)
+                elif request.after is not None:
+                    request.after()
             except Exception as caught:
                 error = caught
             self._complete(error)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from offload_strategy.errors import ConfigError
 
@@ -20,9 +20,8 @@ class BlockRequest:
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
-    What `before` finds at `address` is what is written, even if the caller's memory changes. With
-    `whole_pages` a read may overwrite its memory up to the end of the last page. With `stages`,
-    `before` sets `address` to memory of its own, from which or to which the bytes move.
+    With `whole_pages` a read may overwrite its memory up to the end of the last page. With
+    `stages`, `before` sets `address` to memory of its own, from which or to which the bytes move.
     """
 
     write: bool
@@ -47,6 +46,8 @@ class Backend(ABC):
     block_size: int
     #: Whether `BlockRequest.address` may be device memory.
     device_memory: bool = False
+    #: What `io.checksum: auto` stands for.
+    default_checksum: Literal["full", "sampled", "off"] = "sampled"
     #: How many requests `submit` takes at most.
     max_adjacent: int = 1
 

@@ -9,7 +9,7 @@ was written by just that write to just that place is accepted: a block that was 
 lost so that an older one is still there, has another tag.
 
 A block is encrypted into a buffer of the I/O thread, never in the caller's memory, and what is read
-is decrypted from there. That replaces the copy for a checksum.
+is decrypted from there.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class BlockCipher:
         self._nonces = itertools.count(1)
         self._staging = BounceBuffer(block_size + PAGE_BYTES)  # the tag follows the last byte
 
+    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
+        """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
+        return Tags(self, nbytes, block)
+
     def guard(self, request: BlockRequest, digests: list[int], number: int, where: str) -> None:
         """Make a request encrypt what it writes, or decrypt what it reads.
 
@@ -85,3 +89,19 @@ class BlockCipher:
         request.before = stage
         request.after = None if request.write else decrypt
         request.stages = True
+
+
+class Tags:
+    """The nonces and tags of the blocks of a stripe, of `unit` bytes each."""
+
+    __slots__ = ("_cipher", "_values", "unit")
+    stages = True
+
+    def __init__(self, cipher: BlockCipher, nbytes: int, unit: int) -> None:
+        self._cipher = cipher
+        self._values = [0] * -(-nbytes // unit)
+        self.unit = unit
+
+    def add_to(self, request: BlockRequest, begin: int, where: str) -> None:
+        """Make a request for the block that begins there encrypt, or decrypt and verify."""
+        self._cipher.guard(request, self._values, begin // self.unit, where)

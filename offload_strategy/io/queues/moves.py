@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from timeit import default_timer as perf_counter
 from typing import Any
 
+from offload_strategy.io.queues.checksums import Digests
+from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
 from offload_strategy.io.regions.extents import Extent
@@ -64,13 +66,13 @@ class Latch:
 
 @dataclass(eq=False, slots=True)
 class Stripe:
-    """The part of a ticket from `begin` on that one path has; `digests`: a checksum per block."""
+    """The part of a ticket from `begin` on that one path has; `digests`, if it is verified."""
 
     queue: PathQueue
     extent: Extent
     begin: int
     nbytes: int
-    digests: list[int] | None = None
+    digests: Digests | Tags | None = None
 
 
 class Move:

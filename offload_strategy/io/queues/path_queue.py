@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import threading
 import time
@@ -11,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from timeit import default_timer as perf_counter
 
-from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
+from offload_strategy.io.queues.checksums import DIGESTED_BYTES, Checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
 from offload_strategy.io.queues.request_queue import (
@@ -26,7 +25,7 @@ from offload_strategy.io.queues.request_queue import (
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
-from offload_strategy.units import PAGE_BYTES, MiB, format_size
+from offload_strategy.units import PAGE_BYTES, MiB
 
 #: A move of no more than this is small: whoever waits for it polls before falling asleep.
 SMALL_BYTES = 2 * MiB
@@ -36,7 +35,7 @@ _SHORT_REQUEST_SECONDS = 0.002
 #: All requests in flight together carry what the path moves in about this time. Larger requests
 #: cost less CPU time per byte, but an urgent move waits until they are over.
 _IN_FLIGHT_SECONDS = 0.020
-_MIN_REQUEST_BYTES = 4 * MiB
+_MIN_REQUEST_BYTES = DIGESTED_BYTES
 
 #: `Move.one_block_at_a_time` holds while no more than this many parts of moves wait.
 _FEW_WAITING = 8
@@ -169,12 +168,11 @@ class PathQueue:
     def _request_bytes(self, part: StripeMove) -> int:
         """How much of a part the next request carries at most."""
         most = self.backend.block_size
-        if part.digests is not None:
-            return most  # each block has its own checksum
         rate = self.bandwidth.rate(part.direction)
         wanted = most // 2 if rate is None else int(rate * _IN_FLIGHT_SECONDS / self.backend.depth)
         wanted = max(wanted, _MIN_REQUEST_BYTES)
-        return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
+        unit = PAGE_BYTES if part.digests is None else part.digests.unit
+        return max(unit, min(most, wanted) // unit * unit)
 
     def _slots(self, queue: RequestQueue, head: StripeMove) -> int:
         """How many blocks of a direction may be in flight."""
@@ -256,12 +254,8 @@ class PathQueue:
             whole_pages=part.whole_pages,
             on_done=done,
         )
-        if part.digests is not None and self.checksum is not None:
-            number = begin // self.backend.block_size
-            if isinstance(self.checksum, BlockCipher):
-                self.checksum.guard(request, part.digests, number, self._where)
-                return request
-            add_checksum(request, self.checksum, part.digests, number, self._where)
+        if part.digests is not None:
+            part.digests.add_to(request, begin, self._where)
         return request
 
     # ------------------------------------------------------------------ completion
@@ -345,49 +339,3 @@ class PathQueue:
             assert self._path_lock is not None
             self._path_lock.acquired()
         self._dispatch()
-
-
-# ---------------------------------------------------------------------- checksums
-Checksum = Callable[[memoryview], int]
-"""Bytes to a number; called on I/O threads, for one block at a time."""
-
-
-def create_checksum() -> Checksum:
-    """Return XXH3 with 64 bits, or raise ConfigError if the package `xxhash` is not installed."""
-    try:
-        import xxhash
-    except ImportError as error:
-        raise ConfigError(
-            "io.checksum: true needs the package xxhash. Install it with "
-            "`pip install offload-strategy[checksum]`, or set io.checksum to false."
-        ) from error
-    return xxhash.xxh3_64_intdigest
-
-
-def add_checksum(
-    request: BlockRequest, checksum: Checksum, digests: list[int], number: int, where: str
-) -> None:
-    """Make a request store `digests[number]` of what it writes, or verify what it reads by it."""
-    if request.write:
-
-        def store() -> None:
-            digests[number] = checksum(_view(request))
-
-        request.before = store
-        return
-    expected = digests[number]
-
-    def verify() -> None:
-        if checksum(_view(request)) != expected:
-            raise CorruptDataError(
-                f"{where}: {format_size(request.nbytes)} at offset {request.offset} are not what "
-                f"was written there (checksum). The disk, its cable or the memory is failing: do "
-                f"not trust anything of this run after the last checkpoint. Check the system's "
-                f"log, and continue with another path."
-            )
-
-    request.after = verify
-
-
-def _view(request: BlockRequest) -> memoryview:
-    return memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")

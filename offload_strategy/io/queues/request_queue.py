@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from offload_strategy.io.queues.checksums import Digests
+from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, round_up
 
@@ -40,7 +42,7 @@ class MoveState(Enum):
 class StripeMove:
     """The part of a move that concerns one stripe; the path's queue is its only writer.
 
-    `offset` is in bytes on the path; `digests` has a checksum per block, on paths with checksums;
+    `offset` is in bytes on the path; `digests` are those of the stripe, on paths with checksums;
     `on_end` is called once it is done, failed or cancelled. For the hints see `Move`.
     """
 
@@ -49,7 +51,7 @@ class StripeMove:
     offset: int
     nbytes: int
     address: int
-    digests: list[int] | None
+    digests: Digests | Tags | None
     priority: Priority
     on_end: Callable[[StripeMove], None]
     queued_at: float
@@ -127,9 +129,10 @@ class RequestQueue:
 
 
 def _can_join(part: StripeMove) -> bool:
-    """Whether its bytes can share a request: whole pages and no call before or after the block."""
+    """Whether its bytes can share a request: whole pages, which move from where they are."""
     whole = part.direction is Direction.WRITE or part.whole_pages or not part.nbytes % PAGE_BYTES
-    return whole and part.digests is None and part.address % PAGE_BYTES == 0
+    staged = part.digests is not None and part.digests.stages
+    return whole and not staged and part.address % PAGE_BYTES == 0
 
 
 def _end(part: StripeMove) -> int:
