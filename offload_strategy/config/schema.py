@@ -29,6 +29,7 @@ from offload_strategy.config.value_types import (
     AutoOrSize,
     BlockSize,
     Budget,
+    ChecksumMode,
     Size,
 )
 from offload_strategy.errors import ConfigError
@@ -174,7 +175,7 @@ class IOConfig(Section):
     direct: AutoOrBool = "auto"
     """Whether to bypass the page cache: 'auto' does so where the file system supports it, true
     refuses a file system that does not."""
-    checksum: Literal["auto", "full", "sampled", "off"] = "auto"
+    checksum: ChecksumMode = "auto"
     """How what is read from a path is checked against what was written there (XXH3): 'full' hashes
     every byte, 'sampled' one line of 64 bytes in 63, so at least one of each page of 4 KiB, and
     'off' nothing. 'auto' is sampled, but full with backend deepnvme, and off where kvikio moves the
@@ -183,11 +184,6 @@ class IOConfig(Section):
     """Whether ssd tiers hold only what this run can read (AES-256-GCM, package cryptography): the
     key is in memory and gone with the process. Every read is checked too, without a checksum.
     Optimizer state dicts are in memory then, and not in a scratch file."""
-
-    @field_validator("checksum", mode="before")
-    @classmethod
-    def _full_or_off(cls, checksum: Any) -> Any:
-        return {True: "full", False: "off"}[checksum] if isinstance(checksum, bool) else checksum
 
     @model_validator(mode="after")
     def _errors_are_noticed(self) -> Self:

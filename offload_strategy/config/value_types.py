@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
 
 from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
 
@@ -105,4 +111,9 @@ AutoOrBool = Annotated[
     bool | Literal["auto"],
     PlainValidator(_on_off_auto),
     WithJsonSchema({"anyOf": [_AUTO, {"type": "boolean"}]}),
+]
+
+ChecksumMode = Annotated[
+    Literal["auto", "full", "sampled", "off"],
+    BeforeValidator(lambda mode: ("off", "full")[mode] if isinstance(mode, bool) else mode),
 ]

@@ -253,6 +253,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
         ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
         ({"io": {"backend": "deepnvme", "checksum": False}}, "io", "needs checksum: full"),
+        ({"io": {"checksum": ["full"]}}, "io.checksum", "'sampled'"),
         ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
         ({"parameters": {"blocks_in_flight": 0}}, "parameters.blocks_in_flight", "equal to 1"),
     ],
