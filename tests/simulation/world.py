@@ -22,7 +22,8 @@ from offload_strategy.host_memory import arena, idle_memory, pool
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import posix
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.store import error_messages, tensor_store, tiers, writer
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
@@ -94,9 +95,10 @@ class World:
         self.pool = BufferPool(pages * PAGE)
         self._acquire = self.pool.acquire
         self.pool.acquire = self._poisoned  # type: ignore[method-assign]
-        check = create_checksum() if random.randrange(3) == 2 else None
+        mode: Any = pick(("off", "off", "sampled"))
         threads, block = pick((1, 2)), pick((4, 1)) * PAGE
         shared = PosixBackend(threads=threads, block_size=block)
+        check = create_checksum(mode, shared)
         self.backends = [shared]
         self.regions = [SimulatedRegion(self.system, 16 * PAGE) for _ in range(pick((1, 2, 3)))]
         self.queues = []
