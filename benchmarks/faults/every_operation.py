@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.disks import why_not
 from benchmarks.faults import one_point, operations, two_ranks
 from benchmarks.faults.one_point import Seen
 from benchmarks.faults.operations import Seam
-from benchmarks.faults.points import SETTINGS, Point, Setting, points
+from benchmarks.faults.points import OTHERS, SETTINGS, Point, Setting, points
 
 #: No point may take longer.
 MOST_SECONDS = 30.0
@@ -61,8 +62,9 @@ def run(point: Point) -> Seen:
 class Worker:
     """A process that runs points; one that hangs or crashes is replaced."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str) -> None:
         self._directory = directory
+        self._device = device
         self._process: Any = None
 
     def run(self, point: Point | Setting) -> Any:
@@ -94,15 +96,22 @@ class Worker:
         self._pipe, other = context.Pipe()
         self._stacks = self._directory / f"stacks-{threading.get_ident()}-{time.time()}"
         self._stacks.touch()
-        self._process = context.Process(target=_serve, args=(other, self._stacks), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(other, self._stacks, self._device), daemon=True
+        )
         self._process.start()
         other.close()
 
 
-def _serve(pipe: Connection, stacks: Path) -> None:
-    """Run points until there are no more."""
+def _prepare(device: str) -> None:
     torch.set_num_threads(1)
     os.environ["SSD_OFFLOAD_CACHE"] = ""
+    one_point.train_on(device)
+
+
+def _serve(pipe: Connection, stacks: Path, device: str) -> None:
+    """Run points until there are no more."""
+    _prepare(device)
     with stacks.open("w") as file, operations.installed():
         faulthandler.enable(file)
         while True:
@@ -139,12 +148,13 @@ def run_all(
         made: list[Worker] = []
 
         def ask(point: Any) -> Any:
-            # Ranks are forked from a process that has not trained.
-            ranks = f"of {getattr(point, 'setting', point).ranks}"
-            if not hasattr(own, ranks):
-                made.append(Worker(Path(folder)))
-                setattr(own, ranks, made[-1])
-            return getattr(own, ranks).run(point)
+            # Ranks are forked from a process that has not trained; a process has one accelerator.
+            setting = getattr(point, "setting", point)
+            name = f"{setting.ranks} on {setting.device}"
+            if not hasattr(own, name):
+                made.append(Worker(Path(folder), setting.device))
+                setattr(own, name, made[-1])
+            return getattr(own, name).run(point)
 
         counts = dict(zip(settings, pool.map(ask, settings), strict=True))
         chosen = [point for each in settings for point in points(each, counts[each])]
@@ -177,7 +187,9 @@ def table(seen: Iterable[Seen], by: str) -> list[list[str]]:
     """Outcomes by "operation" or by "configuration", with a line for all."""
     rows: dict[str, Counter[str]] = {}
     longest: dict[str, float] = {}
-    order = [str(s) for s in SETTINGS] if by == "configuration" else list(operations.KINDS)
+    order = (
+        [str(s) for s in (*SETTINGS, *OTHERS)] if by == "configuration" else list(operations.KINDS)
+    )
     for one in seen:
         for name in (one.kind if by == "operation" else one.point.partition(":")[0], "all"):
             row = rows.setdefault(name, Counter())
@@ -202,6 +214,11 @@ def markdown(lines: list[list[str]]) -> str:
     )
 
 
+def _others() -> list[Setting]:
+    """Those of the other configurations that this machine can have."""
+    return [each for each in OTHERS if not each.raw or why_not(throttled=False) is None]
+
+
 def main() -> int:
     """Run, print and complain."""
     parser = argparse.ArgumentParser(
@@ -217,15 +234,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every point there")
     options = parser.parse_args()
     if options.only:
-        torch.set_num_threads(1)
-        os.environ["SSD_OFFLOAD_CACHE"] = ""
+        _prepare(options.only[0].setting.device)
         with operations.installed():
             found = [run(point) for point in options.only]
         print(json.dumps([one.as_json() for one in found], indent=1))
         return int(any(one.complaints for one in found))
     begin, found = time.perf_counter(), []
     for one in run_all(
-        options.config or SETTINGS,
+        options.config or [*SETTINGS, *_others()],
         options.workers,
         every=options.every,
         seed=options.seed,
@@ -234,7 +250,7 @@ def main() -> int:
         found.append(one)
         if one.complaints:
             print(f"{one.point} ({one.failed}): {'; '.join(one.complaints)}", flush=True)
-        if len(found) % 500 == 0:
+        if len(found) % 100 == 0:
             seconds = time.perf_counter() - begin
             print(f"{len(found)} points, {seconds:.0f} s", file=sys.stderr, flush=True)
     for by in ("operation", "configuration"):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.disks import loop_disk
 from benchmarks.faults import operations, subject
 from benchmarks.faults.operations import Seam
 from benchmarks.faults.points import Setting
@@ -33,6 +34,7 @@ from offload_strategy.optimizer import offloaded_optimizer
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import SupportedOptimizer, check_supported
 from offload_strategy.optimizer.user_class.trial import is_elementwise
+from offload_strategy.units import MiB
 
 STEPS = 3
 #: What a message must advise, one way or the other.
@@ -42,6 +44,17 @@ _ADVICE = re.compile(
     re.IGNORECASE,
 )
 _NOTE = "the weights are not those of any one step"
+
+
+_device = ["cpu"]
+
+
+def train_on(device: str) -> None:
+    """Train there from now on, for the whole of this process; before operations are installed."""
+    if device == "sim":
+        os.environ.setdefault("TEST_ACCELERATOR", "sim")
+        from tests.simulated_accelerator import sim  # noqa: F401
+    _device[0] = device
 
 
 @dataclass
@@ -83,19 +96,22 @@ class Seen:
 
 
 @contextlib.contextmanager
-def places() -> Iterator[tuple[Path, Path]]:
-    """A directory for a tier, and one for checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="every-operation-") as folder:
-        place, saves = Path(folder, "disk"), Path(folder, "saves")
+def places(*, raw: bool = False) -> Iterator[tuple[Path, Path]]:
+    """A directory or a block device for a tier, and a directory for checkpoints."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="every-operation-")))
+        place, saves = folder / "disk", folder / "saves"
         place.mkdir(mode=0o700)
         saves.mkdir()
+        if raw:
+            place = stack.enter_context(loop_disk(place, 32 * MiB, formatted=False)).device
         yield place, saves
 
 
 def provoke(setting: Setting, seam: Seam) -> Seen:
     """Train, look at what came of it, and continue from the last checkpoint."""
     begin = time.perf_counter()
-    with places() as (place, saves):
+    with places(raw=setting.raw) as (place, saves):
         seen = trained(setting, seam, place, saves)
         seen.complaints += names_left(seam, place, saves)
         if not seam.kind or seen.result != "same numbers" or seen.complaints:
@@ -112,7 +128,7 @@ def trained(setting: Setting, seam: Seam, place: Path, saves: Path) -> Seen:
         _train(setting, place, saves, seam, seen)
     seen.failed, seen.counts = seam.failed, dict(seam.counts)
     if not dist.is_initialized() or seam.kind:
-        _judge(setting, seam, seen, place)
+        _judge(setting, seam, seen, place, saves)
     if seam.maps:
         seen.left.append(f"{len(seam.maps)} mappings")
     seen.complaints += [f"left behind: {thing}" for thing in seen.left]
@@ -179,11 +195,12 @@ def _make_model() -> nn.Module:
     """The same each time: as small as it can be while a state is still too large to stay aside."""
     torch.manual_seed(0)
     layers = nn.Linear(16, 128, bias=False), nn.Linear(128, 128, bias=False), nn.Linear(128, 4)
-    return nn.Sequential(layers[0], nn.GELU(), *layers[1:])
+    return nn.Sequential(layers[0], nn.GELU(), *layers[1:]).to(_device[0])
 
 
 def _batch(step: int) -> torch.Tensor:
-    return torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+    rows = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+    return rows.to(_device[0])
 
 
 @functools.cache
@@ -191,11 +208,11 @@ def _plain() -> tuple[list[list[torch.Tensor]], list[list[dict[str, Any]]]]:
     """Weights and optimizer states before the first step and after each, without offload."""
     model = _make_model()
     optimizer = _adamw(model)
-    weights, states = [_copy(model)], [subject._states(optimizer)]
+    weights, states = [_copy(model)], [_states(optimizer)]
     for step in range(STEPS):
         _one_step(model, optimizer, step)
         weights.append(_copy(model))
-        states.append(subject._states(optimizer))
+        states.append(_states(optimizer))
     return weights, states
 
 
@@ -269,7 +286,7 @@ def _look(model: nn.Module, optimizer: Any, seen: Seen, *, states_too: bool = Tr
     if not states_too:
         return
     try:
-        found = subject._states(optimizer)
+        found = _states(optimizer)
     except Exception as error:
         seen.states = _raised(seen, error, "state_dict()")
     else:
@@ -308,7 +325,11 @@ def _halves(found: list[Any], states: list[list[dict[str, Any]]], done: int) -> 
 
 
 def _copy(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return [parameter.detach().clone().cpu() for parameter in model.parameters()]
+
+
+def _states(optimizer: Any) -> list[dict[str, Any]]:
+    return [{n: v.cpu() for n, v in each.items()} for each in subject._states(optimizer)]
 
 
 def _same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -316,17 +337,16 @@ def _same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 # ---------------------------------------------------------------------- what may come of it
-def _judge(setting: Setting, seam: Seam, seen: Seen, place: Path) -> None:
+def _judge(setting: Setting, seam: Seam, seen: Seen, place: Path, saves: Path) -> None:
     if seen.result == "same numbers":
         if seen.whole_steps != STEPS:
             seen.complaints.append(f"{seen.whole_steps} steps ended")
         allowed = {"right"}
     else:
         allowed = {"right", *_halves_allowed(setting, seen)}
-        folder = str(place.parent)
-        where = "memory" if seam.kind == operations.MAP else folder
-        if where not in seen.said:
-            seen.complaints.append(f"the error does not name {where}: {seen.said}")
+        where = {"memory"} if seam.kind == operations.MAP else {str(place), str(saves)}
+        if not any(each in seen.said for each in where):
+            seen.complaints.append(f"the error does not name {' or '.join(where)}: {seen.said}")
         if not _ADVICE.search(seen.said):
             seen.complaints.append(f"the error gives no advice: {seen.said}")
     raises = {"StorageError", "TierFullError", "CorruptDataError", "OffloadError"}
@@ -395,7 +415,7 @@ def _watched(seen: Seen) -> Iterator[None]:
 
 def names_left(seam: Seam, place: Path, saves: Path) -> list[str]:
     """What is left in the directories of a training that is over."""
-    left = os.listdir(place)
+    left = os.listdir(place) if place.is_dir() else []
     # Where even `unlink` fails, the temporary file of a save stays until the next: see `resume`.
     if "unlink" not in seam.raised:
         left += set(os.listdir(saves)) - {"last.ckpt"}

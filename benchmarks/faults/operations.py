@@ -51,9 +51,10 @@ _FUNCTIONS: dict[str, tuple[tuple[tuple[Any, str], ...], tuple[int, ...]]] = {
     "discard": (((fcntl, "ioctl"),), (errno.EIO,)),
     "announce": (((socket, "socket"), (builtins, "open")), (errno.EMFILE,)),
 }
+REGISTER = "register memory"
 MAP, ADVISE_MEMORY, LOOK = "map memory", "advise memory", "measure memory"
 THREAD = "start thread"
-KINDS = (*_FUNCTIONS, MAP, ADVISE_MEMORY, LOOK, THREAD)
+KINDS = (*_FUNCTIONS, MAP, ADVISE_MEMORY, REGISTER, LOOK, THREAD)
 #: Where the package reads how large the process is: one operation, which opens, reads and closes.
 _LOOKS = f"{_PACKAGE}.host_memory.idle_memory:"
 
@@ -66,7 +67,7 @@ _SPACE = frozenset({"allocate", "truncate", "write"})
 
 def error_of(kind: str, number: int) -> int:
     """The `errno` of the operation of a kind with this number, from 1."""
-    if kind in (MAP, ADVISE_MEMORY):
+    if kind in (MAP, ADVISE_MEMORY, REGISTER):
         return errno.ENOMEM
     if kind in (THREAD, LOOK):
         return errno.EAGAIN if kind == THREAD else errno.EMFILE
@@ -160,7 +161,24 @@ def installed() -> Iterator[None]:
         undo.enter_context(_replaced(threading, start, checked))
         undo.enter_context(_replaced(mmap, "mmap", _Mapping))
         undo.callback(_functions.clear)
+        if (device := sys.modules.get("tests.simulated_accelerator.sim")) is not None:
+            undo.enter_context(mock.patch.object(device, "host_register", _registers(device)))
         yield
+
+
+def _registers(device: Any) -> Callable[[int, int], int]:
+    """Pins memory for the simulated accelerator, which answers a number that is not 0 if not."""
+    register = device.host_register
+
+    def host_register(address: int, nbytes: int) -> int:
+        try:
+            if _current:
+                _current[-1].check(REGISTER, "host_register")
+        except OSError as error:
+            return error.errno or 1
+        return int(register(address, nbytes))
+
+    return host_register
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ class Setting:
         checksum: whether blocks are verified.
         direct: whether files are opened for direct I/O where possible.
         ranks: 1, or 2 that share the path; the operations that fail are those of one of them.
+        raw: whether the path is a block device without a file system, which needs root.
+        device: where the model trains; "sim" is the simulated accelerator of the tests.
     """
 
     overlap: str
@@ -32,16 +34,19 @@ class Setting:
     checksum: bool = False
     direct: bool = True
     ranks: int = 1
+    raw: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         parts = [self.overlap, self.what, self.tiers]
         parts += ["checksum"] * self.checksum + ["buffered"] * (not self.direct)
-        return "-".join(parts + ["2ranks"] * (self.ranks == 2))
+        parts += ["2ranks"] * (self.ranks == 2) + ["raw"] * self.raw
+        return "-".join(parts if self.device == "cpu" else [*parts, self.device])
 
     @classmethod
     def parse(cls, text: str) -> Setting:
         """The setting that `str` gives such a name; raises ValueError if there is none."""
-        found = {str(setting): setting for setting in SETTINGS}
+        found = {str(setting): setting for setting in (*SETTINGS, *OTHERS)}
         if text not in found:
             raise ValueError(f"there is no configuration {text!r}; one of {', '.join(found)}")
         return found[text]
@@ -79,6 +84,12 @@ def _settings() -> Iterator[Setting]:
         yield Setting(overlap, "all", "ssd", False, True, 2)
 
 
+#: Those that not every machine can have: a disk without a file system, an accelerator.
+OTHERS = (
+    Setting("commit", "all", raw=True),
+    Setting("commit", "all", device="sim"),
+    Setting("eager", "all", device="sim"),
+)
 #: Overlap modes matter where states are offloaded.
 SETTINGS = tuple(_settings())
 
@@ -112,6 +123,8 @@ class Point:
             ) from error
 
 
+#: With ranks, whose points take ten times as long: the first of each kind, then every fifth.
+_FIRST, _EVERY = 4, 5
 #: Failures of these are as good as unnoticed; for good they fail from the first one only.
 _ADVICE = {"flags", "mode", "advise", operations.ADVISE_MEMORY, operations.LOOK}
 
@@ -120,6 +133,8 @@ def points(setting: Setting, counts: Mapping[str, int]) -> Iterator[Point]:
     """All points of a configuration, whose training makes so many operations of each kind."""
     for kind in operations.KINDS:
         for number in range(1, counts.get(kind, 0) + 1):
+            if setting.ranks > 1 and number > _FIRST and number % _EVERY:
+                continue
             yield Point(setting, kind, number, for_good=False)
             if kind not in _ADVICE or number == 1:
                 yield Point(setting, kind, number, for_good=True)
