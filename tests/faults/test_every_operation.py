@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,18 @@ from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry
 
 _CONFIGURATIONS = 5
-_POINTS_EACH = 8
+_POINTS_EACH = 7
+_FOUND = [
+    "off-states-ssd:write.16:once",  # `state_dict()` had unwritten rows; no note on the error
+    "off-all-ssd:write.64:once",  # a complete `step()` raised
+    "off-activations-ssd:status.14:once",  # an OSError when the file grows
+    "off-activations-ssd:status.8:for-good",  # an OSError at the start, an open descriptor
+    "off-activations-ssd:announce.2:once",  # a queue that never went on
+    "off-activations-ssd:close.7:once",  # an OSError of `close()`
+    "off-activations-ssd:unlink.2:once",  # an open descriptor after a save
+    "off-states-ssd:map-memory.3:once",  # an OSError for want of memory
+]
+"""Points that have found a bug."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +43,11 @@ def _operations() -> Iterator[None]:
 
 def _seed() -> str:
     """The commit, so that CI tries others each time; a fixed one where there is no git."""
-    folder = Path(__file__).parent
-    command = ["git", "rev-parse", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "no commit"
-    return done.stdout.strip()
 
 
 def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_what_to_do() -> None:
@@ -54,14 +63,20 @@ def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_w
             reached += bool(seen.failed)
             found += [f"{point}: {complaint}" for complaint in seen.complaints]
     assert found == []
-    # The order of operations on threads varies: a few of the last may not be made again.
-    assert reached >= _CONFIGURATIONS * _POINTS_EACH * 0.8
+    # What is still in memory is not read: the last operations are not always made again.
+    assert reached >= _CONFIGURATIONS * _POINTS_EACH / 2
+
+
+@pytest.mark.parametrize("point", _FOUND)
+def test_what_a_point_has_found_stays_repaired(point: str) -> None:
+    assert every_operation.run(Point.parse(point)).complaints == []
 
 
 # ---------------------------------------------------------------------- what it must find
-def _complaints(*points: str) -> str:
-    seen = [every_operation.run(Point.parse(point)) for point in points]
-    return "; ".join(complaint for each in seen for complaint in each.complaints)
+def _complaints(operation: str, numbers: Iterable[int] = (1,)) -> str:
+    """Of the first operation of these, which threads do not make in the same order each time."""
+    runs = (every_operation.run(Point.parse(f"{operation}.{n}:once")) for n in numbers)
+    return "; ".join(next((seen.complaints for seen in runs if seen.complaints), []))
 
 
 def test_a_completion_that_swallows_errors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,30 +85,28 @@ def test_a_completion_that_swallows_errors_is_found(monkeypatch: pytest.MonkeyPa
         "_block_done",
         lambda queue, *args, done=PathQueue._block_done: done(queue, *args[:2], None),
     )
-    found = _complaints(*(f"off-states-ssd:write.{number}:once" for number in (12, 14, 16)))
-    assert "are wrong" in found or "is wrong" in found
+    assert "wrong" in _complaints("off-states-ssd:write", range(8, 24, 2))
 
 
 def test_a_buffer_that_is_not_given_back_after_a_failed_read_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = []
+    kept, normal = [], Reader._ended
 
     def ended(reader: Reader, entry: Entry, memory: torch.Tensor, move: Move) -> None:
         if move.error is not None:
             kept.append(memory)
         normal(reader, entry, memory, move)
 
-    normal = Reader._ended
     monkeypatch.setattr(Reader, "_ended", ended)
-    assert "mappings" in _complaints("off-activations-ssd:read.3:for-good")
+    assert "mappings" in _complaints("off-states-ssd:read", range(4, 40, 4))
     kept.clear()
 
 
 def test_a_file_that_stays_open_after_a_failed_allocation_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left = []
+    left, normal = [], region.grow
 
     def grow(fd: int, begin: int, end: int) -> None:
         spare = os.dup(fd)
@@ -104,8 +117,7 @@ def test_a_file_that_stays_open_after_a_failed_allocation_is_found(
             raise
         os.close(spare)
 
-    normal = region.grow
     monkeypatch.setattr(region, "grow", grow)
-    assert "open file" in _complaints("off-activations-ssd:allocate.1:once")
+    assert "open file" in _complaints("off-activations-ssd:allocate")
     for fd in left:
         os.close(fd)
