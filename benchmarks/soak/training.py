@@ -220,7 +220,13 @@ def train(
                     say("saving", number)
                     training.save()
             except OffloadError as error:
-                if hostility != "I/O error" or isinstance(error, ConfigError):
+                refused = isinstance(error, ConfigError)
+                if refused and run.limit is not None and number == getattr(training, "begin", 0):
+                    # More is in use than the limit, which is known in the first pass.
+                    assert training is not None
+                    training.abandon()
+                    return {"refused": str(error), "happened": happened, "left": left}
+                if refused or hostility != "I/O error":
                     raise
                 happened += 1
                 if training is not None:

@@ -57,5 +57,5 @@ def test_a_soak_of_seconds_reports_runs_that_end_as_plain_ones(tmp_path: Path) -
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     found = json.loads(file.read_text())
     assert (run.returncode, found["finished"]) == (0, True), run.stdout + run.stderr[-3000:]
-    assert set(found["runs"]["verdicts"]) == {"same"}
+    assert {"same"} <= set(found["runs"]["verdicts"]) <= {"same", "refused"}
     assert list(disk.iterdir()) == []
