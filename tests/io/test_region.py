@@ -4,7 +4,6 @@ import errno
 import fcntl
 import logging
 import os
-import platform
 import shutil
 import stat
 import tempfile
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError, StorageError
 from offload_strategy.io.regions import region as region_module
 from offload_strategy.io.regions.directory_check import check_directory
 from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.unnamed_files import create_unnamed
 from offload_strategy.units import GiB, MiB, format_size
 
 UNNAMED = [
@@ -236,84 +235,52 @@ def test_a_system_without_positioned_io_is_told_to_use_memory(
 
 
 # ---------------------------------------------------------------------- other users
-@pytest.mark.parametrize("unnamed", [True, False], ids=["unnamed", "named for a moment"])
-def test_files_are_private_from_their_first_moment_whatever_the_umask(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+def test_a_file_is_private_from_its_first_moment_whatever_the_umask(
+    region: Region, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not unnamed:
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     modes, real = [], os.open
 
-    def watched(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
-        fd = real(path, flags, mode, **options)
-        if flags & os.O_ACCMODE == os.O_RDWR:
-            modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
+    def watched(*arguments: Any) -> int:
+        fd = real(*arguments)
+        modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
         return fd
 
     monkeypatch.setattr(os, "open", watched)
     before = os.umask(0)
     try:
-        Region(disk, "nvme", 1 * MiB).close()
+        os.close(create_unnamed(disk))
     finally:
         os.umask(before)
-    assert set(modes) == {0o600}
+    assert modes == [0o600]
 
 
 STRANGER = 12345
 
 
-def _needs_root() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root gives a directory away")
-
-
 @pytest.mark.parametrize(
-    ("mode", "group", "risk"),
+    ("mode", "owner", "group", "risk"),
     [
-        (0o700, None, None),
-        (0o1777, None, None),
-        (0o775, None, None),  # of the user's own group
-        (0o777, None, "is writable for everybody without the sticky bit"),
-        (0o770, STRANGER, rf"is writable for its group \({STRANGER}\) without the sticky bit"),
-        (0o1770, STRANGER, None),
+        (0o1777, -1, -1, None),
+        (0o775, -1, -1, None),  # of the user's own group
+        (0o777, -1, -1, "is writable for everybody without the sticky bit"),
+        (0o770, -1, STRANGER, rf"is writable for its group \({STRANGER}\) without the sticky bit"),
+        (0o1770, -1, STRANGER, None),
+        (0o700, STRANGER, -1, rf"belongs to another user \({STRANGER}\)"),
     ],
 )
-def test_a_directory_that_others_can_rename_in_is_refused(
-    disk: Path, mode: int, group: int | None, risk: str | None
+def test_a_directory_that_others_control_is_refused(
+    disk: Path, tmp_path: Path, mode: int, owner: int, group: int, risk: str | None
 ) -> None:
-    if group is not None:
-        _needs_root()
-        os.chown(disk, -1, group)
+    if os.geteuid() != 0:
+        pytest.skip("only root gives a directory away")
     disk.chmod(mode)
-    if risk is None:
-        assert check_directory(disk, "nvme") == disk
+    os.chown(disk, owner, group)
+    (link := tmp_path / "link").symlink_to(disk)
+    if risk is not None:
+        with pytest.raises(ConfigError, match=rf"tier 'nvme'.*{risk}.*mkdir -m 700 {disk}/offload"):
+            check_directory(link, "nvme")
         return
-    with pytest.raises(ConfigError, match=rf"tier 'nvme'.*{risk}.*mkdir -m 700 {disk}/offload"):
-        check_directory(disk, "nvme")
-
-
-def test_a_directory_or_a_link_of_another_user_is_refused(disk: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(disk)
-    assert check_directory(link, "nvme") == disk, "one's own link is followed"
-    _needs_root()
+    assert check_directory(link, "nvme") == disk
     os.lchown(link, STRANGER, -1)
     with pytest.raises(ConfigError, match=rf"symbolic link of another user \({STRANGER}\)"):
         check_directory(link, "nvme")
-    os.chown(disk, STRANGER, -1)
-    with pytest.raises(ConfigError, match=rf"belongs to another user \({STRANGER}\)"):
-        Region(disk, "nvme", 1 * MiB)
-
-
-def test_a_directory_that_was_made_for_this_process_by_another_user_is_refused(disk: Path) -> None:
-    _needs_root()
-    theirs = disk / f"{platform.node()}-rank0-{os.getpid()}"
-    theirs.mkdir()
-    os.chown(theirs, STRANGER, -1)
-    tier = {"name": "pfs", "kind": "ssd", "path": str(disk), "shared": True, "capacity": "1MiB"}
-    try:
-        with pytest.raises(ConfigError, match=r"belongs to another user"):
-            OffloadEngine({"tiers": [tier]})
-    finally:
-        if theirs.exists():
-            theirs.rmdir()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -56,11 +57,20 @@ class Rig:
     checksum: Literal["full", "sampled", "off"] = "off"
     encryption: bool = False
     recorder: Recorder = field(default_factory=Recorder)
+    nonces: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
+        if cipher:
+            key = cipher._aead
+
+            def encrypt_into(nonce: bytes, *others: Any) -> None:
+                self.nonces.append(nonce)
+                key.encrypt_into(nonce, *others)
+
+            cipher._aead = SimpleNamespace(encrypt_into=encrypt_into, decrypt_into=key.decrypt_into)
         self.regions: list[Region] = []
         self.backends: list[ObedientBackend] = []
         self.queues: list[PathQueue] = []

@@ -168,6 +168,7 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         rig = self.rig
+        assert len(set(rig.nonces)) == len(rig.nonces), "one nonce for two blocks"
         assert rig.store.live_tickets == len(self.content)
         on_host = [t.nbytes for t in self.content if t.entry.tier is rig.host]
         assert rig.host.used_bytes == sum(on_host)
