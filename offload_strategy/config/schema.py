@@ -192,8 +192,6 @@ class IOConfig(Section):
                 f"encryption: true needs backend: posix, as {self.backend} moves bytes past the "
                 f"host's memory, where they are encrypted; leave out one of the two"
             )
-        if self.encryption and self.block_size >= 2 * GiB:
-            raise ValueError("encryption: true takes a block_size below 2 GiB; lower it")
         if self.backend == "deepnvme" and self.checksum not in ("auto", "full"):
             raise ValueError(
                 "backend: deepnvme needs checksum: full, as DeepSpeed does not say when a read or "

@@ -64,10 +64,10 @@ class Rig:
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
         if cipher:
-            key = cipher._aead
+            key, nonces = cipher._aead, self.nonces
 
             def encrypt_into(nonce: bytes, *others: Any) -> None:
-                self.nonces.append(nonce)
+                nonces.append(nonce)
                 key.encrypt_into(nonce, *others)
 
             cipher._aead = SimpleNamespace(encrypt_into=encrypt_into, decrypt_into=key.decrypt_into)
@@ -155,6 +155,8 @@ class Rig:
         for region in self.regions:
             region.close()
         self.pool.close()
+        if self.encryption:  # this thread's buffer
+            del self.check.staging
 
 
 def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -20,6 +20,7 @@ from offload_strategy.errors import CorruptDataError, StorageError, TierFullErro
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
+from offload_strategy.io.queues import encryption
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store import tiers as dealing
@@ -49,6 +50,7 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(dealing, "STRIPE_BYTES", 2 * PAGE)
         self.patch.setattr(dealing, "STRIPE_UNIT", PAGE)
+        self.patch.setattr(encryption, "DIGESTED_BYTES", PAGE)  # several in a request
         # Shares that follow the clock would deal a replay otherwise than the run before.
         self.patch.setattr(BandwidthEstimator, "completed", lambda *args, **options: None)
         self.foreign_bytes = noise(5 * PAGE + 123, seed=12345)

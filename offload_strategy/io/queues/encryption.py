@@ -8,17 +8,19 @@ tag stay in host memory, in the place of a checksum, and sizes on the disk are a
 was written by just that write to just that place is accepted: a block that was changed, moved, or
 lost so that an older one is still there, has another tag.
 
-A block is encrypted into a buffer of the I/O thread, never in the caller's memory, and what is read
-is decrypted from there.
+A request has one unit or several, which are encrypted into a buffer of the I/O thread, never in the
+caller's memory; what is read is decrypted from there.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.posix import BounceBuffer, view_of
 from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.queues.checksums import DIGESTED_BYTES
 from offload_strategy.units import PAGE_BYTES, format_size
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
@@ -48,60 +50,73 @@ class BlockCipher:
         self._wrong_tag = InvalidTag
         self._aead = AESGCM(AESGCM.generate_key(bit_length=256))
         self._nonces = itertools.count(1)
-        self._staging = BounceBuffer(block_size + PAGE_BYTES)  # the tag follows the last byte
+        self.staging = BounceBuffer(block_size + PAGE_BYTES)  # the tag follows the last byte
 
     def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
         """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
-        return Tags(self, nbytes, block)
+        return Tags(self, nbytes, min(DIGESTED_BYTES, block))
 
-    def guard(self, request: BlockRequest, digests: list[int], number: int, where: str) -> None:
-        """Make a request encrypt what it writes, or decrypt what it reads.
+    def encrypt(self, request: BlockRequest, plain: memoryview, unit: int) -> list[bytes]:
+        """Encrypt memory into the buffer of this thread; return nonce and tag of each unit."""
+        tags = []
+        for begin in range(0, len(plain), unit):
+            part = plain[begin : begin + unit]
+            end = begin + len(part)
+            nonce = next(self._nonces).to_bytes(_NONCE_BYTES, "big")
+            # The next unit is written over the tag.
+            sealed = self.staging.view[begin : end + _TAG_BYTES]
+            self._aead.encrypt_into(nonce, part, _place(request, begin), sealed)
+            tags.append(nonce + bytes(sealed[len(part) :]))
+        return tags
 
-        `digests[number]` has nonce and tag of the block; `where` begins the message of an error.
-        """
-        plain = view_of(request.address, request.nbytes).cast("B")
-        place = request.offset.to_bytes(8, "big")
-
-        def stage() -> None:
-            staging = self._staging
-            if request.write:
-                nonce = next(self._nonces).to_bytes(_NONCE_BYTES, "big")
-                sealed = staging.view[: len(plain) + _TAG_BYTES]
-                self._aead.encrypt_into(nonce, plain, place, sealed)
-                digests[number] = int.from_bytes(nonce + bytes(sealed[len(plain) :]), "big")
-            request.address, request.whole_pages = staging.address, True
-
-        def decrypt() -> None:
-            known = digests[number].to_bytes(_NONCE_BYTES + _TAG_BYTES, "big")
-            sealed = self._staging.view[: len(plain) + _TAG_BYTES]
-            sealed[len(plain) :] = known[_NONCE_BYTES:]
+    def decrypt(
+        self, request: BlockRequest, plain: memoryview, unit: int, tags: Sequence[bytes], where: str
+    ) -> None:
+        """Decrypt the buffer of this thread into memory; raise CorruptDataError on a wrong tag."""
+        # Backwards: each tag is put where the next unit was.
+        for begin, tag in zip(range(0, len(plain), unit)[::-1], tags[::-1], strict=True):
+            part = plain[begin : begin + unit]
+            sealed = self.staging.view[begin : begin + len(part) + _TAG_BYTES]
+            sealed[len(part) :] = tag[_NONCE_BYTES:]
             try:
-                self._aead.decrypt_into(known[:_NONCE_BYTES], sealed, place, plain)
+                self._aead.decrypt_into(tag[:_NONCE_BYTES], sealed, _place(request, begin), part)
             except self._wrong_tag:
                 raise CorruptDataError(
-                    f"{where}: {format_size(len(plain))} at offset {request.offset} are not what "
-                    f"was written there (tag of the encryption). The disk, its cable or the memory "
-                    f"is failing, or somebody has changed what is there: do not trust anything of "
-                    f"this run after the last checkpoint. Check the system's log, and continue "
-                    f"with another path."
+                    f"{where}: {format_size(len(part))} at offset {request.offset + begin} are not "
+                    f"what was written there (tag of the encryption). The disk, its cable or the "
+                    f"memory is failing, or somebody has changed what is there: do not trust "
+                    f"anything of this run after the last checkpoint. Check the system's log, and "
+                    f"continue with another path."
                 ) from None
-
-        request.before = stage
-        request.after = None if request.write else decrypt
-        request.stages = True
 
 
 class Tags:
-    """The nonces and tags of the blocks of a stripe, of `unit` bytes each."""
+    """The nonces and tags of the units of a stripe, of `unit` bytes each."""
 
     __slots__ = ("_cipher", "_values", "unit")
     stages = True
 
     def __init__(self, cipher: BlockCipher, nbytes: int, unit: int) -> None:
         self._cipher = cipher
-        self._values = [0] * -(-nbytes // unit)
+        self._values = [bytes(_NONCE_BYTES + _TAG_BYTES)] * -(-nbytes // unit)
         self.unit = unit
 
     def add_to(self, request: BlockRequest, begin: int, where: str) -> None:
-        """Make a request for the block that begins there encrypt, or decrypt and verify."""
-        self._cipher.guard(request, self._values, begin // self.unit, where)
+        """Make a request for the bytes from `begin` on encrypt, or decrypt and verify."""
+        cipher, plain = self._cipher, view_of(request.address, request.nbytes).cast("B")
+        here = slice(begin // self.unit, -(-(begin + request.nbytes) // self.unit))
+
+        def before() -> None:
+            if request.write:
+                self._values[here] = cipher.encrypt(request, plain, self.unit)
+            request.address, request.whole_pages = cipher.staging.address, True
+
+        def decrypt() -> None:
+            cipher.decrypt(request, plain, self.unit, self._values[here], where)
+
+        request.before, request.after = before, None if request.write else decrypt
+        request.stages = True
+
+
+def _place(request: BlockRequest, begin: int) -> bytes:
+    return (request.offset + begin).to_bytes(8, "big")
