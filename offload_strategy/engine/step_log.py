@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from timeit import default_timer as perf_counter
 
@@ -18,6 +18,7 @@ from offload_strategy.io.bandwidth.measured_paths import RateComparison
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (
+    PEAK,
     ComparedFigure,
     PredictedStep,
     PredictionComparison,
@@ -35,6 +36,7 @@ _STEPS = 5
 #: Whole steps that it takes at least; the one before them is warming up.
 _LEAST_STEPS = 2
 _MOVED = ("activations", "optimizer")
+_WEIGHTS = "waiting for weights"
 
 
 class StepLog:
@@ -77,27 +79,19 @@ class StepLog:
 
     def middle_step(self) -> tuple[StepFigures, int] | None:
         """Return the middle one of the last steps by its time, and its passes; None if too few."""
-        steps = []
-        for (before, begin), (after, end) in pairwise(self._sums):
-            values = zip(astuple(begin)[:-1], astuple(end)[:-1], strict=True)
-            steps.append(
-                (StepFigures(*(max(0.0, last - first) for first, last in values)), after - before)
-            )
+        steps = [
+            ({part: max(0.0, end[part] - begin[part]) for part in end}, after - before)
+            for (before, begin), (after, end) in pairwise(self._sums)
+        ]
         if len(steps) < _LEAST_STEPS:
             return None
-        step, passes = sorted(steps, key=lambda step: step[0].step_seconds)[(len(steps) - 1) // 2]
+        step, passes = sorted(steps, key=lambda step: step[0]["step"])[(len(steps) - 1) // 2]
         # Updates wait as well, within their time.
-        updating = max(0.0, step.update_seconds - step.update_wait_seconds)
-        waits = step.read_wait_seconds + step.room_wait_seconds + step.update_wait_seconds
-        weights = step.weight_wait_seconds or 0.0
-        computing = max(0.0, step.step_seconds - updating - waits - weights)
-        step = replace(
-            step,
-            computing_seconds=computing,
-            update_seconds=updating,
-            weight_wait_seconds=weights or None,
-        )
-        return step, passes
+        step["updates"] = max(0.0, step["updates"] - step["waiting for updates"])
+        if not step[_WEIGHTS]:
+            del step[_WEIGHTS]
+        waits = sum(seconds for part, seconds in step.items() if part.startswith("waiting"))
+        return {**step, "computing": max(0.0, step["step"] - step["updates"] - waits)}, passes
 
     def _step_over(self, *_: object) -> None:
         self._on_step()
@@ -105,17 +99,19 @@ class StepLog:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder
         reads = recorder.read_stall_seconds["activations"]
-        sums = StepFigures(
-            step_seconds=perf_counter(),
-            computing_seconds=0.0,
-            update_seconds=sum(optimizer.timings.seconds for optimizer in self._optimizers),
-            read_wait_seconds=reads,
-            room_wait_seconds=recorder.stall_seconds["activations"] - reads,
-            update_wait_seconds=recorder.stall_seconds["optimizer"],
-            read_bytes=sum(recorder.client_bytes[one, "read"] for one in _MOVED),
-            written_bytes=sum(recorder.client_bytes[one, "written"] for one in _MOVED),
-            weight_wait_seconds=recorder.stall_seconds["parameters"],
-        )
+        moved = {
+            verb: float(sum(recorder.client_bytes[client, verb] for client in _MOVED))
+            for verb in ("read", "written")
+        }
+        sums = {
+            "step": perf_counter(),
+            "updates": sum(optimizer.timings.seconds for optimizer in self._optimizers),
+            "waiting for reads": reads,
+            "waiting for room": recorder.stall_seconds["activations"] - reads,
+            "waiting for updates": recorder.stall_seconds["optimizer"],
+            _WEIGHTS: recorder.stall_seconds["parameters"],
+            **{f"{verb} in a step": nbytes for verb, nbytes in moved.items()},
+        }
         self._sums.append((self._passes, sums))
 
 
@@ -152,14 +148,14 @@ def compare_step(
     if observed is None:
         return step, None
     if plan is not None:
-        observed = replace(observed, peak_bytes=int(figures["plan_peak_bytes"]))
+        observed = {**observed, PEAK: figures["plan_peak_bytes"]}
     remarks = []
     if not known:
         remarks.append(
             "Of some path nothing was known before this run: the step is predicted with what the "
             "run itself has seen of it."
         )
-    if observed.weight_wait_seconds:
+    if _WEIGHTS in observed:
         remarks.append("Weights are streamed, of which nothing is predicted here.")
     paths = map(compared_path, resources.measured_paths.comparisons())
     return step, compare_prediction(step.figures(), observed, paths, remarks)

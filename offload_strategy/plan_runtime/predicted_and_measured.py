@@ -4,12 +4,13 @@
 Training computes the model, updates the optimizer if that runs on the same thread, and waits: for
 reads, for memory that writes must free, for states and writes of the optimizer. The parts add up to
 the step, in a replay as in a run. In a run, everything except updates and waiting counts as
-computing, including data loading and logging, which a replay does not know.
+computing, including data loading and logging, which a replay does not know. Of streamed weights
+nothing is predicted, and the peak is measured only if memory is limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,62 +24,45 @@ from offload_strategy.units import format_size, markdown_table
 
 Unit = Literal["s", "B", "B/s"]
 
-_ROWS: tuple[tuple[str, str, Unit], ...] = (
-    ("step", "step_seconds", "s"),
-    ("computing", "computing_seconds", "s"),
-    ("updates", "update_seconds", "s"),
-    ("waiting for reads", "read_wait_seconds", "s"),
-    ("waiting for room", "room_wait_seconds", "s"),
-    ("waiting for updates", "update_wait_seconds", "s"),
-    ("waiting for weights", "weight_wait_seconds", "s"),
-    ("read in a step", "read_bytes", "B"),
-    ("written in a step", "written_bytes", "B"),
-    ("peak of memory", "peak_bytes", "B"),
-)
+PEAK = "peak of memory"
+#: What is compared of a step, in this order; see [Note: parts of a step].
+_UNITS: dict[str, Unit] = {
+    "step": "s",
+    "computing": "s",
+    "updates": "s",
+    "waiting for reads": "s",
+    "waiting for room": "s",
+    "waiting for updates": "s",
+    "waiting for weights": "s",
+    "read in a step": "B",
+    "written in a step": "B",
+    PEAK: "B",
+}
+StepFigures = Mapping[str, float]
+"""Seconds and bytes of one step by part, those of `_UNITS` that were predicted or measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """Seconds and bytes of one step, predicted or measured; see [Note: parts of a step].
-
-    Training waits for saved tensors, for room (memory or buffers that writes must free), for states
-    of the optimizer, and for streamed weights. Without streamed weights, and in a prediction, the
-    last of these is None. The peak is None unless memory is limited.
-    """
-
-    step_seconds: float
-    computing_seconds: float
-    update_seconds: float
-    read_wait_seconds: float
-    room_wait_seconds: float
-    update_wait_seconds: float
-    read_bytes: float
-    written_bytes: float
-    weight_wait_seconds: float | None = None
-    peak_bytes: int | None = None
-
-    @classmethod
-    def of(cls, found: StepReplay, updating: float = 0.0) -> StepFigures:
-        """Return the figures of a replay with so many seconds of updates on the training cores."""
-        stalls, lanes = found.stalls, found.lanes.items()
-        read, written = (
-            float(sum(use.nbytes for lane, use in lanes if lane.endswith(verb)))
-            for verb in (" read", " write")
-        )
-        rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
-        # Updates also compute while training waits for them; a run does not count that as waiting.
-        within = min(max(0.0, updating - rest), stalls["updates"])
-        return cls(
-            found.step_seconds,
-            found.computing_seconds,
-            update_seconds=rest + within,
-            read_wait_seconds=stalls["reads"],
-            room_wait_seconds=stalls["memory"],
-            update_wait_seconds=stalls["updates"] - within,
-            read_bytes=read,
-            written_bytes=written,
-            peak_bytes=found.peak_bytes,
-        )
+def figures_of(found: StepReplay, updating: float = 0.0) -> dict[str, float]:
+    """Return the figures of a replay with so many seconds of updates on the training cores."""
+    stalls, lanes = found.stalls, found.lanes.items()
+    read, written = (
+        float(sum(use.nbytes for lane, use in lanes if lane.endswith(verb)))
+        for verb in (" read", " write")
+    )
+    rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
+    # Updates also compute while training waits for them; a run does not count that as waiting.
+    within = min(max(0.0, updating - rest), stalls["updates"])
+    return {
+        "step": found.step_seconds,
+        "computing": found.computing_seconds,
+        "updates": rest + within,
+        "waiting for reads": stalls["reads"],
+        "waiting for room": stalls["memory"],
+        "waiting for updates": stalls["updates"] - within,
+        "read in a step": read,
+        "written in a step": written,
+        PEAK: found.peak_bytes,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +130,18 @@ class PredictedStep:
             return _all_of(self.profile, self.leaving)
         return plan_lifetimes(self.profile, self.limit)
 
-    def figures(self) -> StepFigures:
+    def figures(self) -> dict[str, float]:
         """Replay the step; of several passes, updates belong to the last."""
         plan = self.plan
 
-        def of(one: Profile) -> StepFigures:
+        def of(one: Profile) -> dict[str, float]:
             updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
-            return StepFigures.of(replay(one, plan), updating)
+            return figures_of(replay(one, plan), updating)
 
         last, more = of(self.profile), self.passes - 1
         before = of(replace(self.profile, updates=())) if more else last
-        sums = {
-            figure: getattr(last, figure) + more * getattr(before, figure)
-            for _, figure, _ in _ROWS
-            if figure not in ("weight_wait_seconds", "peak_bytes")
-        }
-        return replace(last, **sums, peak_bytes=max(last.peak_bytes or 0, before.peak_bytes or 0))
+        peak = max(last[PEAK], before[PEAK])
+        return {part: figure + more * before[part] for part, figure in last.items()} | {PEAK: peak}
 
 
 def compare_prediction(
@@ -171,11 +151,11 @@ def compare_prediction(
     remarks: Iterable[str] = (),
 ) -> PredictionComparison:
     """Compare the figures of a step; rows for each direction of each path follow."""
-    parts = []
-    for part, figure, unit in _ROWS:
-        values = getattr(predicted, figure), getattr(observed, figure)
-        if values[1] is not None:
-            parts.append(ComparedFigure(part, *values, unit))
+    parts = (
+        ComparedFigure(part, predicted.get(part), observed[part], unit)
+        for part, unit in _UNITS.items()
+        if part in observed
+    )
     return PredictionComparison((*parts, *paths), tuple(remarks))
 
 

@@ -24,8 +24,8 @@ class Change(NamedTuple):
 
 def best_changes(step: PredictedStep) -> list[Change]:
     """Replay a step with one change at a time; return those that shorten it, the best first."""
-    before = step.figures().step_seconds
-    after = [(what, share * other.figures().step_seconds) for what, other, share in _changes(step)]
+    before = step.figures()["step"]
+    after = [(what, share * other.figures()["step"]) for what, other, share in _changes(step)]
     worth = [Change(what, before, to) for what, to in after if to < before * (1 - _LEAST_GAIN)]
     return sorted(worth, key=lambda change: change.after_seconds)
 

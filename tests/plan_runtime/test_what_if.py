@@ -44,17 +44,17 @@ def test_each_change_is_the_replay_of_the_step_with_it() -> None:
     found = seconds_by_change(step)
     faster = replace(profile, paths=(PathRates("disk", 60.0, 60.0),))
     assert of(found, "twice as fast, or twice as many") == pytest.approx(
-        PredictedStep(faster, range(10)).figures().step_seconds
+        PredictedStep(faster, range(10)).figures()["step"]
     )
     assert of(found, "a device") == pytest.approx(
-        PredictedStep(in_half_the_time(profile), range(10)).figures().step_seconds
+        PredictedStep(in_half_the_time(profile), range(10)).figures()["step"]
     )
     without = replace(profile, updates=(replace(UPDATE, read_bytes=0, written_bytes=0),))
     assert of(found, "a dram tier of 600 B") == pytest.approx(
-        PredictedStep(without, range(10)).figures().step_seconds
+        PredictedStep(without, range(10)).figures()["step"]
     )
     assert of(found, "micro-batches") == pytest.approx(
-        PredictedStep(profile, range(10), passes=2).figures().step_seconds / 2
+        PredictedStep(profile, range(10), passes=2).figures()["step"] / 2
     )
 
 
@@ -63,8 +63,8 @@ def test_the_best_change_comes_first_and_each_shortens_the_step() -> None:
     seconds = [change.after_seconds for change in best_changes(step)]
     assert seconds == sorted(seconds)
     before = {change.before_seconds for change in best_changes(step)}
-    assert before == {step.figures().step_seconds}
-    assert seconds[-1] < step.figures().step_seconds
+    assert before == {step.figures()["step"]}
+    assert seconds[-1] < step.figures()["step"]
 
 
 def test_what_computation_hides_is_not_worth_a_faster_path() -> None:
@@ -78,7 +78,7 @@ def test_with_more_memory_what_is_saved_last_stays() -> None:
     found = seconds_by_change(PredictedStep(profile, range(10)))
     # 250 B are a quarter of what leaves: the last two tensors stay, and half of the third would.
     assert of(found, "250 B more memory") == pytest.approx(
-        PredictedStep(profile, range(7)).figures().step_seconds
+        PredictedStep(profile, range(7)).figures()["step"]
     )
 
 
@@ -86,7 +86,7 @@ def test_a_larger_limit_leaves_less_to_a_slow_path() -> None:
     step = PredictedStep(stack(20, path=60.0), limit=800)
     kept = step.plan.moved_bytes // 4
     more = replace(step, limit=800 + kept)
-    assert of(seconds_by_change(step), "more memory") == more.figures().step_seconds
+    assert of(seconds_by_change(step), "more memory") == more.figures()["step"]
 
 
 def test_without_a_path_only_the_device_counts() -> None:
