@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
+from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
@@ -72,7 +73,7 @@ class AutomaticChoice:
         parameters = list(model.parameters())
         if (
             not self._can_stream
-            or _several_ranks()
+            or world_size() > 1
             or not parameters
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
         ):
@@ -98,7 +99,7 @@ class AutomaticChoice:
         Several ranks must decide alike and have different memory, so their states leave.
         """
         streams = self._decided.get("parameters", False)
-        if self._config.optimizer.enabled != "auto" or streams or _several_ranks():
+        if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swaps = True
             return False
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -183,10 +184,3 @@ class AutomaticChoice:
                 planning = config.planning.model_copy(update={"device_memory": limit_bytes})
                 config.__dict__["planning"] = planning
         return config
-
-
-def _several_ranks() -> bool:
-    """Return whether this process is one of several of a process group."""
-    distributed = torch.distributed
-    initialized = distributed.is_available() and distributed.is_initialized()
-    return initialized and distributed.get_world_size() > 1

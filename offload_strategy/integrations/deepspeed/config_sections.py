@@ -29,8 +29,6 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import deepnvme
 from offload_strategy.units import MiB
 
-__all__ = ["check_nvme", "derived_sections", "for_activations", "merge_sections"]
-
 _ZERO = "zero_optimization"
 _Client = Literal["optimizer", "parameters"]
 _SECTIONS: dict[_Client, str] = {"optimizer": "offload_optimizer", "parameters": "offload_param"}

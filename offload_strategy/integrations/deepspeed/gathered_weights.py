@@ -19,8 +19,6 @@ from offload_strategy.torch_support.modules import WeakHook
 if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
 
-__all__ = ["GatheredWeights"]
-
 
 class GatheredWeights:
     """The storages of gathered parameters while modules compute.

@@ -48,8 +48,6 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = object
 
-__all__ = ["OffloadFabricMixin", "SingleDeviceFabricMixin", "install"]
-
 _INSTALLED = "_ssd_offload_installed"
 
 

@@ -39,8 +39,6 @@ else:
     # The concrete class has the base of its own family.
     _DeepSpeedStrategy = object
 
-__all__ = ["DeepSpeedOffloadMixin"]
-
 _AIO_OPTIONS = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 
 

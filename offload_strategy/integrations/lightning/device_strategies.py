@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource
 
-__all__ = ["ShardedMixin", "SingleDeviceMixin"]
-
 
 class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
     """A strategy for one device; see [Note: one device].

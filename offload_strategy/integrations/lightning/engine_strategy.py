@@ -31,8 +31,6 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = object
 
-__all__ = ["STRATEGY_NAME", "EngineOwner", "EngineStrategy", "is_offloaded", "register_in"]
-
 STRATEGY_NAME = "ssd_offload"
 
 

@@ -37,8 +37,6 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = object
 
-__all__ = ["OffloadStrategyMixin"]
-
 
 class OffloadStrategyMixin(EngineStrategy, _Strategy):
     """A strategy that trains through an `OffloadEngine`, with any config of `OffloadConfig.load`.

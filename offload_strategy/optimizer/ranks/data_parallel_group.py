@@ -121,7 +121,7 @@ class GroupRegistry:
     @property
     def changes(self) -> int:
         """Grows when `find_group` might find what it did not find before."""
-        return self._registered + (_world_size() > 1)
+        return self._registered + (world_size() > 1)
 
     def register(self, model: nn.Module) -> None:
         """Register the data-parallel modules of a model that is attached."""
@@ -133,7 +133,7 @@ class GroupRegistry:
         """The group that trains parameters; None if this process trains them alone."""
         wanted = {id(parameter) for parameter in parameters}
         modules = list(self._modules)
-        if _world_size() > 1:
+        if world_size() > 1:
             # A module that was not attached reduces gradients all the same. (Not isinstance: among
             # all objects there are some that answer for others.)
             modules += [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
@@ -143,7 +143,8 @@ class GroupRegistry:
         return None
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """How many processes train together; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
