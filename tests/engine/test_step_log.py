@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
+from offload_strategy.engine.step_log import StepLog
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, load_all_rates
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.telemetry import Direction
+from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import MiB
 from tests.training import settings
 
@@ -89,6 +90,23 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
     # The states at least: how much of what was saved leaves depends on how long the tiers take.
     assert seconds(found, "written in a step", "predicted") >= 4 * 2 * 64 * 64 * 4
     assert "| step |" in str(found)
+
+
+def test_the_middle_step_is_told_and_no_weights_that_nothing_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = StepLog(Recorder(), ())
+    times = iter([0.0, 5.0, 6.0, 9.0])  # steps of 5, 1 and 3 seconds
+    monkeypatch.setattr(sys.modules[StepLog.__module__], "perf_counter", lambda: next(times))
+    for _ in range(3):
+        log.pass_begins(last=True)
+    assert log.middle_step() is None, "one step does not tell"
+    for _ in range(2):
+        log.pass_begins(last=True)
+    found = log.middle_step()
+    assert found is not None
+    assert (found[0]["step"], found[1]) == (3.0, 1)
+    assert "waiting for weights" not in found[0]
 
 
 def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:

@@ -99,16 +99,17 @@ def test_a_limit_of_memory_has_a_plan_of_its_own() -> None:
     assert found["written in a step"] == found["read in a step"] > 0
 
 
-def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them() -> None:
-    update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=100)
-    profile = stack(3, updates=(update, update), shared_cores=True)
+@pytest.mark.parametrize("path", [10.0, 1000.0])  # of the first, updates wait for bytes as well
+def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them(path: float) -> None:
+    update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=300)
+    profile = stack(3, path=path, updates=(update, update), shared_cores=True)
     found = PredictedStep(profile).figures()
     assert found["updates"] == pytest.approx(4.0)
     assert found["step"] == pytest.approx(replay(profile).step_seconds)
     assert found["step"] == pytest.approx(
         found["computing"] + found["updates"] + found["waiting for updates"]
     )
-    assert found["read in a step"] == found["written in a step"] == 200
+    assert (found["read in a step"], found["written in a step"]) == (200, 600)
 
 
 def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
