@@ -95,7 +95,7 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
 def test_the_middle_step_is_told_and_no_weights_that_nothing_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log = StepLog(Recorder(), ())
+    log = StepLog(Recorder(), (), lambda: None)
     times = iter([0.0, 5.0, 6.0, 9.0])  # steps of 5, 1 and 3 seconds
     monkeypatch.setattr(sys.modules[StepLog.__module__], "perf_counter", lambda: next(times))
     for _ in range(3):
