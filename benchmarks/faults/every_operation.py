@@ -33,6 +33,9 @@ from benchmarks.faults import one_point, operations, two_ranks
 from benchmarks.faults.one_point import Seen
 from benchmarks.faults.operations import Seam
 from benchmarks.faults.points import OTHERS, SETTINGS, Point, Setting, points
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.queues.encryption import BlockCipher
+from offload_strategy.units import PAGE_BYTES
 
 #: No point may take longer.
 MOST_SECONDS = 30.0
@@ -179,30 +182,41 @@ def run_all(
 
 
 # ---------------------------------------------------------------------- tables
-_COLUMNS = ("points", "same numbers", "ConfigError", "StorageError", "TierFullError")
-_COLUMNS += ("OffloadError", "wrong", "hangs", "left", "longest close, s")
+_COLUMNS = ("points", "not reached", "same numbers", "ConfigError", "StorageError", "TierFullError")
+_COLUMNS += ("OffloadError", "wrong numbers", "unclear errors", "hangs", "left behind")
+
+
+def outcomes(seen: Seen) -> Iterator[str]:
+    """The columns of the table in which a point counts."""
+    yield "points"
+    yield seen.result if seen.failed else "not reached"
+    if seen.result in ("hang", "crash"):
+        yield "hangs"
+        return
+    kinds = {_kind_of(complaint) for complaint in seen.complaints}
+    yield from kinds
+
+
+def _kind_of(complaint: str) -> str:
+    if "left behind" in complaint:
+        return "left behind"
+    numbers = ("weights are", "state dict is", "steps ended", "is saved")
+    return "wrong numbers" if any(each in complaint for each in numbers) else "unclear errors"
 
 
 def table(seen: Iterable[Seen], by: str) -> list[list[str]]:
     """Outcomes by "operation" or by "configuration", with a line for all."""
     rows: dict[str, Counter[str]] = {}
     longest: dict[str, float] = {}
-    order = (
-        [str(s) for s in (*SETTINGS, *OTHERS)] if by == "configuration" else list(operations.KINDS)
-    )
+    order = [str(s) for s in (*SETTINGS, *OTHERS)] if by == "configuration" else operations.KINDS
     for one in seen:
         for name in (one.kind if by == "operation" else one.point.partition(":")[0], "all"):
-            row = rows.setdefault(name, Counter())
-            row["points"] += 1
-            row[one.result] += 1
-            row["wrong"] += bool(one.complaints) and one.result not in ("hang", "crash")
-            row["hangs"] += one.result in ("hang", "crash")
-            row["left"] += bool(one.left)
+            rows.setdefault(name, Counter()).update(outcomes(one))
             longest[name] = max(longest.get(name, 0.0), one.close_seconds)
-    lines = [[by, *_COLUMNS]]
+    lines = [[by, *_COLUMNS, "longest close, s"]]
     for name in (*order, "all"):
         if name in rows:
-            cells = [str(rows[name][column]) for column in _COLUMNS[:-1]]
+            cells = [str(rows[name][column]) for column in _COLUMNS]
             lines.append([name, *cells, f"{longest[name]:.2f}"])
     return lines
 
@@ -216,7 +230,17 @@ def markdown(lines: list[list[str]]) -> str:
 
 def _others() -> list[Setting]:
     """Those of the other configurations that this machine can have."""
-    return [each for each in OTHERS if not each.raw or why_not(throttled=False) is None]
+    with_root = why_not(throttled=False) is None
+    with_cipher = True
+    try:
+        BlockCipher(PAGE_BYTES)
+    except ConfigError:
+        with_cipher = False
+    return [
+        each
+        for each in OTHERS
+        if (with_root or not each.raw) and (with_cipher or not each.encrypted)
+    ]
 
 
 def main() -> int:

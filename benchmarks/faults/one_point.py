@@ -28,6 +28,7 @@ from benchmarks.faults import operations, subject
 from benchmarks.faults.operations import Seam
 from benchmarks.faults.points import Setting
 from offload_strategy import OffloadEngine, load, save
+from offload_strategy.config import default_directory
 from offload_strategy.engine import attached_optimizers
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer import offloaded_optimizer
@@ -345,6 +346,8 @@ def _judge(setting: Setting, seam: Seam, seen: Seen, place: Path, saves: Path) -
     else:
         allowed = {"right", *_halves_allowed(setting, seen)}
         where = {"memory"} if seam.kind == operations.MAP else {str(place), str(saves)}
+        if setting.raw:  # where a state dict goes
+            where.add(str(default_directory()))
         if not any(each in seen.said for each in where):
             seen.complaints.append(f"the error does not name {' or '.join(where)}: {seen.said}")
         if not _ADVICE.search(seen.said):

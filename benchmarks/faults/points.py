@@ -21,9 +21,10 @@ class Setting:
         overlap: of the optimizer's updates.
         what: "activations", "states", "weights" or "all".
         tiers: "ssd", or "dram+ssd", where a part of it fits into host memory.
-        checksum: whether blocks are verified.
+        checksum: how blocks are verified; "off", "sampled" or "full".
         direct: whether files are opened for direct I/O where possible.
         ranks: 1, or 2 that share the path; the operations that fail are those of one of them.
+        encrypted: whether what is on the path is encrypted.
         raw: whether the path is a block device without a file system, which needs root.
         device: where the model trains; "sim" is the simulated accelerator of the tests.
     """
@@ -31,16 +32,18 @@ class Setting:
     overlap: str
     what: str
     tiers: str = "ssd"
-    checksum: bool = False
+    checksum: str = "off"
     direct: bool = True
     ranks: int = 1
     raw: bool = False
+    encrypted: bool = False
     device: str = "cpu"
 
     def __str__(self) -> str:
         parts = [self.overlap, self.what, self.tiers]
-        parts += ["checksum"] * self.checksum + ["buffered"] * (not self.direct)
+        parts += [self.checksum] * (self.checksum != "off") + ["buffered"] * (not self.direct)
         parts += ["2ranks"] * (self.ranks == 2) + ["raw"] * self.raw
+        parts += ["encrypted"] * self.encrypted
         return "-".join(parts if self.device == "cpu" else [*parts, self.device])
 
     @classmethod
@@ -53,9 +56,8 @@ class Setting:
 
     def config(self, place: Path) -> dict[str, Any]:
         """The config of an engine whose path is a directory."""
-        config = subject.settings(place, io={"checksum": self.checksum, "direct": self.direct})
-        if self.direct:
-            config["io"]["direct"] = "auto"
+        io = {"checksum": self.checksum, "encryption": self.encrypted}
+        config = subject.settings(place, io={**io, "direct": "auto" if self.direct else False})
         if self.tiers == "dram+ssd":
             memory = {"name": "memory", "kind": "dram", "capacity": 96 * KiB}
             config["tiers"].insert(0, memory)
@@ -70,22 +72,21 @@ class Setting:
 
 
 def _settings() -> Iterator[Setting]:
-    for tiers in ("ssd", "dram+ssd"):
-        for checksum in (False, True):
-            for overlap in ("commit", "eager", "off"):
-                yield Setting(overlap, "all", tiers, checksum)
-                if tiers == "ssd" or not checksum:
-                    yield Setting(overlap, "states", tiers, checksum)
-            if tiers == "ssd" or not checksum:
-                yield Setting("off", "activations", tiers, checksum)
-                yield Setting("off", "weights", tiers, checksum)
-    yield Setting("commit", "all", "ssd", False, False)
+    for tiers, checksum in (("ssd", "off"), ("ssd", "sampled"), ("dram+ssd", "off")):
+        for overlap in ("commit", "eager", "off"):
+            yield Setting(overlap, "states", tiers, checksum)
+            yield Setting(overlap, "all", tiers, checksum)
+        yield Setting("off", "activations", tiers, checksum)
+        yield Setting("off", "weights", tiers, checksum)
+    yield Setting("commit", "all", direct=False)
     for overlap in ("commit", "eager", "off"):
-        yield Setting(overlap, "all", "ssd", False, True, 2)
+        yield Setting(overlap, "all", "dram+ssd", "full")
+        yield Setting(overlap, "all", checksum="sampled", ranks=2)
 
 
-#: Those that not every machine can have: a disk without a file system, an accelerator.
+#: Those that not every machine can have: with cryptography, root, or the tests' accelerator.
 OTHERS = (
+    Setting("eager", "all", encrypted=True),
     Setting("commit", "all", raw=True),
     Setting("commit", "all", device="sim"),
     Setting("eager", "all", device="sim"),
