@@ -33,7 +33,7 @@ def encryption(context: Context) -> list[Result]:
     """The same with `io.encryption` off and on, in turn: 2 GiB in tickets of 64 MiB, and training.
 
     The step is one of a GPT of 70 million parameters on the CPU, with activations and AdamW's
-    states on the disk.
+    states on the disk. Seconds of all cores tell the cost also where other programs run.
     """
     if find_spec("cryptography") is None:
         raise Skipped("the package cryptography is not installed (extra encryption)")
@@ -45,7 +45,13 @@ def encryption(context: Context) -> list[Result]:
         _result(f"encryption: {way}", seconds, way, "GB/s", nbytes / 1e9)
         for way in ("write", "read")
     ]
-    return [*results, _result("encryption: training step", _steps(context), "step", "s", None)]
+    results += [
+        _result(f"encryption: {way}, seconds of cores", seconds, f"{way} cores", "s", None)
+        for way in ("write", "read")
+    ]
+    steps = _steps(context)
+    results.append(_result("encryption: training step", steps, "step", "s", None))
+    return [*results, _result("encryption: step, seconds of cores", steps, "step cores", "s", None)]
 
 
 def _transfers(context: Context, count: int) -> _Seconds:
@@ -64,16 +70,16 @@ def _transfers(context: Context, count: int) -> _Seconds:
         buffers = stores["off"].buffers(count, 64 * MiB)
         for repeat in range(-1, context.repeats):  # the first writes every place once
             for way in alternating(_WAYS, repeat):
-                begin = time.perf_counter()
+                begin = _now()
                 tickets = stores[way].write(buffers)
-                written = time.perf_counter()
+                written = _now()
                 for ticket in tickets:
                     stores[way].store.evict(ticket)
-                before_reads = time.perf_counter()
+                before_reads = _now()
                 stores[way].read(tickets, ahead=3)
                 if repeat >= 0:
-                    seconds["write", way].append(written - begin)
-                    seconds["read", way].append(time.perf_counter() - before_reads)
+                    _note(seconds, "write", way, begin, written)
+                    _note(seconds, "read", way, before_reads, _now())
     return seconds
 
 
@@ -96,17 +102,29 @@ def _steps(context: Context) -> _Seconds:
             )
             for way in alternating(_WAYS, step):
                 model, optimizer = trained[way]
-                begin = time.perf_counter()
+                begin = _now()
                 loss = model(tokens)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 losses[way].append(loss.item())
                 if step >= 0:
-                    seconds["step", way].append(time.perf_counter() - begin)
+                    _note(seconds, "step", way, begin, _now())
         if losses["off"] != losses["on"]:
             raise RuntimeError("encryption has changed a loss")
     return seconds
+
+
+def _now() -> tuple[float, float]:
+    """The time, and the seconds that all threads of this process have computed."""
+    return time.perf_counter(), time.process_time()
+
+
+def _note(
+    seconds: _Seconds, what: str, way: str, begin: tuple[float, float], end: tuple[float, float]
+) -> None:
+    seconds[what, way].append(end[0] - begin[0])
+    seconds[f"{what} cores", way].append(end[1] - begin[1])
 
 
 def _result(name: str, seconds: _Seconds, what: str, unit: str, amount: float | None) -> Result:

@@ -254,6 +254,8 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
         ({"io": {"backend": "deepnvme", "checksum": False}}, "io", "needs checksum: full"),
         ({"io": {"checksum": ["full"]}}, "io.checksum", "'sampled'"),
+        ({"io": {"backend": "kvikio", "encryption": True}}, "io", "needs backend: posix"),
+        ({"io": {"backend": "deepnvme", "encryption": True}}, "io", "needs backend: posix"),
         ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
         ({"parameters": {"blocks_in_flight": 0}}, "parameters.blocks_in_flight", "equal to 1"),
     ],
@@ -263,15 +265,6 @@ def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, w
     assert message.startswith(f"the given mapping: {where}: ")
     assert words in message
     assert "pydantic" not in message
-
-
-def test_nothing_in_a_config_of_the_environment_is_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(tier(kind="ssd", path="/$(mkdir /made)")))
-    assert OffloadConfig.load(None).tiers[0].path == Path("/$(mkdir /made)")
-    (file := tmp_path / "config.yaml").write_text("memory: !!python/name:os.mkdir ''")
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", str(file))
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        OffloadConfig.load(None)
 
 
 def test_one_message_has_all_problems_and_names_the_source(tmp_path):

