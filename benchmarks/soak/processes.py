@@ -96,7 +96,8 @@ class Processes:
                 at_save = chance.random() < 0.4
                 kill = _Kill(
                     "saving" if at_save else "step",
-                    chance.randrange(1, run.steps),
+                    # A checkpoint is still to come then.
+                    chance.randrange(1, max(2, run.steps - run.every)),
                     chance.uniform(0, 0.03) if at_save else chance.uniform(0, 0.3),
                 )
             stage = self._stage(
