@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,21 +93,24 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
     assert "| step |" in str(found)
 
 
-def test_the_middle_step_is_told_and_no_weights_that_nothing_waited_for(
+def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log = StepLog(Recorder(), (), lambda: None)
-    times = iter([0.0, 5.0, 6.0, 9.0])  # steps of 5, 1 and 3 seconds
-    monkeypatch.setattr(sys.modules[StepLog.__module__], "perf_counter", lambda: next(times))
-    for _ in range(3):
+    recorder, timings = Recorder(), SimpleNamespace(seconds=0.0)
+    log = StepLog(recorder, [SimpleNamespace(timings=timings)], lambda: None)
+    for now in (0.0, 5.0, 6.0, 9.0):  # steps of 5, 1 and 3 seconds
+        monkeypatch.setattr(sys.modules[StepLog.__module__], "perf_counter", lambda now=now: now)
+        timings.seconds, recorder.stall_seconds["optimizer"] = now / 2, now / 6
         log.pass_begins(last=True)
-    assert log.middle_step() is None, "one step does not tell"
-    for _ in range(2):
-        log.pass_begins(last=True)
-    found = log.middle_step()
-    assert found is not None
-    assert (found[0]["step"], found[1]) == (3.0, 1)
-    assert "waiting for weights" not in found[0]
+        log._step_over()
+        if now <= 5:
+            assert log.middle_step() is None, "one step does not tell"
+    step, passes = log.middle_step()
+    assert (step["step"], passes) == (3.0, 1)
+    assert step["updates"] == pytest.approx(1.0)
+    assert step["waiting for updates"] == pytest.approx(0.5)
+    assert step["computing"] == pytest.approx(1.5)
+    assert "waiting for weights" not in step
 
 
 def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:

@@ -48,7 +48,7 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
     assert ratios["/mnt/nvme0 read"] == pytest.approx(0.75)
     # Nothing was predicted of these, or nothing was seen: no ratio says so.
     assert ratios["waiting for room"] is None
-    assert ratios["waiting for weights"] is None
+    assert found.part("waiting for weights").predicted is None
     assert ratios["/mnt/nvme0 write"] is None
     assert ratios["/mnt/nvme1 write"] is None
     assert "peak of memory" not in ratios
