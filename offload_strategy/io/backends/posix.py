@@ -88,8 +88,9 @@ class PosixBackend(Backend):
         self._threads.end_threads()
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads for good."""
+        """Finish what was submitted, end the threads for good and free the caller's buffer."""
         self._threads.close()
+        self.__dict__.pop("_bounce", None)
 
     # ------------------------------------------------------------------ on the threads
     def run(self, request: BlockRequest) -> None:
