@@ -364,7 +364,7 @@ class Client:
         if ticket is None or not self.world.checks or ticket.state is not TicketState.STORED:
             return
         for stripe in ticket.entry.stripes[:1] if ticket.entry.tier is not None else ():
-            disk, at = stripe.queue.region.disk, stripe.extent.offset  # type: ignore[union-attr]
+            disk, at = stripe.queue.region.disk, stripe.extent.offset + ticket.entry.begin  # type: ignore[union-attr]
             disk.data[at] ^= 1
             try:
                 self.world.store.get(ticket)
