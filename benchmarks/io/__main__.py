@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.io.buffers import buffers
 from benchmarks.io.bulk import bulk
+from benchmarks.io.checksums import checksums
 from benchmarks.io.cpu import cpu
 from benchmarks.io.encryption import encryption
 from benchmarks.io.faults import faults
@@ -38,6 +39,7 @@ LINES: dict[str, Line] = {
     "urgent": urgent,
     "buffers": buffers,
     "encryption": encryption,
+    "checksums": checksums,
     "overflow": overflow,
     "faults": faults,
 }

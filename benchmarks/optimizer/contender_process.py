@@ -62,7 +62,7 @@ def _step(trainer: Trainer, task: Task, number: int, limit: float | None) -> dic
     inputs = task.inputs(number)
     metrics, moved = trainer.metrics(), _moved()
     forget_peak()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     loss = task.loss(trainer.forward, inputs)
     computed = time.perf_counter()
     trainer.backward(loss)
@@ -71,13 +71,14 @@ def _step(trainer: Trainer, task: Task, number: int, limit: float | None) -> dic
     trainer.step()
     stepped = time.perf_counter()
     trainer.zero_grad()
-    end = time.perf_counter()
+    end, used = time.perf_counter(), time.process_time() - used
     peak = status_bytes("VmHWM")
     # Pages of libraries: there is no peak of anonymous memory alone, but files hardly change.
     files = status_bytes("RssFile") + status_bytes("RssShmem")
     after, moved_after = trainer.metrics(), _moved()
     return {
         "seconds": end - start,
+        "cpu_seconds": used,
         "forward_seconds": computed - start,
         "backward_seconds": differentiated - computed,
         "step_seconds": stepped - differentiated,

@@ -51,6 +51,7 @@ class Ours:
         budget: of activations.
         paths: directories of the ssd tier; empty for one in the contender's own directory.
         threads: of I/O; 0 for what the package chooses.
+        checksum: as `io.checksum` of the config.
         without: parts of the engine that are switched off; see `variants`.
     """
 
@@ -62,6 +63,7 @@ class Ours:
     budget: str = "auto"
     paths: tuple[str, ...] = ()
     threads: int = 0
+    checksum: str = "auto"
     without: tuple[str, ...] = ()
 
     def options(self) -> dict[str, Any]:
@@ -92,7 +94,10 @@ class Ours:
             },
             "optimizer": {"overlap": self.overlap, "state_dtype": self.state_dtype},
             "memory": {"pinned": self.pinned},
-            **({"io": {"threads": self.threads}} if self.threads else {}),
+            "io": {
+                "checksum": self.checksum,
+                **({"threads": self.threads} if self.threads else {}),
+            },
         }
 
 
