@@ -6,8 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Self, overload
 
 import torch
@@ -26,7 +25,7 @@ from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
-from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
@@ -171,7 +170,8 @@ class OffloadEngine(EngineReports):
         if isinstance(wrapped, OffloadedOptimizer):
             self._note_device(wrapped.parameters())
         if wrapped is not None and self._stream is not None:
-            wrapped.register_step_post_hook(partial(_end_step, self._stream))
+            stream = self._stream
+            wrapped.register_step_post_hook(lambda *_: stream.reset_peak())
         try:
             if model is not None:
                 self._hook(model, may_be_attached=optimizer is not None)
@@ -369,9 +369,3 @@ class OffloadEngine(EngineReports):
             plan_within=self._choice.limit if self._choice.plans_activations() else None,
             verify=section.verify,
         )
-
-
-def _end_step(stream: WeightStream, *_: Any) -> None:
-    # The step is complete and must not raise any more: the next tensor that is offloaded does.
-    with suppress(OffloadError):
-        stream.reset_peak()

@@ -100,8 +100,7 @@ def map_private(nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise OffloadError(
             f"could not map {format_size(nbytes)} of host memory: {error.strerror}. Lower "
-            f"memory.pinned or the capacity of dram tiers, end other programs, or raise the limit "
-            f"of this process (ulimit -v)."
+            f"memory.pinned, end other programs, or raise this process's limit (ulimit -v)."
         ) from error
     # Data-loader workers are forked; they have no use for these pages and must not copy them.
     names = ["MADV_DONTFORK"]

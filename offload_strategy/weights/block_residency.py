@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.modules import calls_of
 from offload_strategy.units import MiB
@@ -99,8 +100,9 @@ class BlockResidency:
             self._order.step_ended()
             for weight in list(self._weights.values()):
                 weight.pinned = False
-            self._offload_accessed()
-            self._make_room(self._most)
+            with suppress(OffloadError):  # the step is over: the next offloaded tensor raises it
+                self._offload_accessed()
+                self._make_room(self._most)
 
     def _exit_blocks(self, blocks: list[StreamedBlock]) -> None:
         """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
