@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 #: Pages of the site that lie outside of docs/, by their place on the site.
-OUTSIDE = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+OUTSIDE = {
+    f"{name.lower()}.md": ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
