@@ -8,11 +8,6 @@ device may be far behind; the allocator gives the memory to what the compute str
 the other direction memory is allocated on the compute stream, and the incoming copy waits until
 the device has reached the point at which the host asked for it. So neither direction needs more
 device memory than these windows, however far the host is ahead, and the host waits for nothing.
-
-[Note: small tensors]
-To launch a copy takes the host a few microseconds, and the link about ten, whatever its size. So
-small tensors that leave together are gathered on the device first, which lets their memory go in
-the order of the device, without a window; they come back as one copy if they are needed together.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -39,14 +33,11 @@ from offload_strategy.torch_support.accelerator import (
     is_asynchronous,
     using_stream,
 )
-from offload_strategy.units import KiB, MiB
+from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
-
-#: Tensors of so many bytes at most are copied together; see [Note: small tensors].
-_SMALL_BYTES = 256 * KiB
 
 #: Copies to the device, the event at their end, and the buffers that they read.
 _Loads = tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]
@@ -88,38 +79,28 @@ class CopyEngine:
     def copy_out(
         self,
         entries: Sequence[Entry],
+        sources: Sequence[torch.Tensor],
         hosts: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
         compute: torch.Stream | None,
     ) -> None:
-        """Start to copy entries' sources to `hosts`, the parts of a buffer, one for each entry.
-
-        `copied` is set if that takes time. See [Note: small tensors].
-        """
-        sources = [entry.source for entry in entries if entry.source is not None]
+        """Start to copy entries' sources to host buffers; `copied` is set if that takes time."""
         if not self.asynchronous:
             for entry, host, source in zip(entries, hosts, sources, strict=True):
-                host.copy_(_bytes_of(source))
+                host.copy_(source)
                 entry.source = None
             return
         compute = self._compute() if compute is None else compute
         outgoing, _ = self._copying(compute)
-        sizes = [entry.nbytes for entry in entries]
-        pairs = zip(hosts, sources, strict=True)
-        if len(sizes) > 1 and max(sizes) <= _SMALL_BYTES and sum(sizes) == buffer.numel():
-            together = self._gathered(sources, compute)
-            pairs = zip([buffer], [together], strict=True)
-            for entry, source in zip(entries, together.split(sizes), strict=True):
-                entry.source = source
         outgoing.wait_event(compute.record_event())
         with using_stream(outgoing):
-            for host, source in pairs:
-                host.copy_(_bytes_of(source), non_blocking=True)
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=True)
             done = torch.Event(self.device, blocking=True)
             done.record(outgoing)
         for source in sources:
             # Where another stream allocated the memory, that must not use it again too early.
             source.record_stream(compute)
+        sizes = [entry.nbytes for entry in entries]
         with self._lock:
             window = self._windows.get(compute.stream_id)
             if window is None:
@@ -129,13 +110,6 @@ class CopyEngine:
             window.add(done, sum(sizes), CopyOut(entries, hosts, done))
             self._largest = max(self._largest, *sizes)
             self._release(window, max(_WINDOW_BYTES, 2 * self._largest))
-
-    def _gathered(self, sources: Sequence[torch.Tensor], compute: torch.Stream) -> torch.Tensor:
-        """Return the bytes of contiguous tensors, one after the other, in memory of a stream."""
-        if len({source.dtype for source in sources}) > 1:
-            sources = [_bytes_of(source) for source in sources]
-        with using_stream(compute) if compute != self._compute() else nullcontext():
-            return _bytes_of(torch._utils._flatten_dense_tensors(sources))
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
@@ -212,9 +186,7 @@ class CopyEngine:
         self, hosts: Sequence[torch.Tensor], after: Sequence[torch.Event | None]
     ) -> list[DeviceCopy]:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
-        compute = self._compute()
-        parts, places = (hosts, None) if len(hosts) == 1 else _together(hosts)
-        sizes = [part.numel() for part in parts]
+        compute, sizes = self._compute(), [host.numel() for host in hosts]
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
@@ -222,13 +194,10 @@ class CopyEngine:
             if event is not None:
                 incoming.wait_event(event)
         with using_stream(incoming):
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part, non_blocking=True)
+            for tensor, host in zip(tensors, hosts, strict=True):
+                tensor.copy_(host, non_blocking=True)
             done = torch.Event(self.device)
             done.record(incoming)
-        if places is not None:
-            split = tensors[0].split([hosts[place].numel() for place in places])
-            tensors = [tensor for _, tensor in sorted(zip(places, split, strict=True))]
         arrival = Arrival(done, compute.stream_id)
         copies = [DeviceCopy(tensor, arrival) for tensor in tensors]
         with self._lock:
@@ -278,28 +247,6 @@ class CopyEngine:
             self._released.clear()
             self._windows.clear()
             self._loads.clear()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as flat uint8."""
-    flat = tensor if tensor.ndim == 1 else tensor.detach().view(-1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
-def _together(
-    hosts: Sequence[torch.Tensor],
-) -> tuple[Sequence[torch.Tensor], Sequence[int] | None]:
-    """Return what to copy, and the places of `hosts` in it if it is one tensor of all of them."""
-    storage = hosts[0].untyped_storage()
-    if any(h.numel() > _SMALL_BYTES or h.untyped_storage()._cdata != storage._cdata for h in hosts):
-        return hosts, None
-    begins = [int(host.storage_offset()) for host in hosts]
-    places = sorted(range(len(hosts)), key=begins.__getitem__)
-    first, last = begins[places[0]], begins[places[-1]] + hosts[places[-1]].numel()
-    if last - first != sum(host.numel() for host in hosts):
-        return hosts, None
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage, first, (last - first,), (1,))
-    return [whole], places
 
 
 class CopyEngines(dict[torch.device, CopyEngine]):

@@ -147,7 +147,8 @@ class Writer:
             hosts = [h if e.nbytes == size else h[: e.nbytes] for h, size, e in parts]
         for entry, host in zip(entries, hosts, strict=True):
             entry.payload = host
-        engine.copy_out(entries, hosts, buffer, compute)
+        sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
+        engine.copy_out(entries, sources, hosts, compute)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""
@@ -249,6 +250,12 @@ class Writer:
                 entry.state = TicketState.IN_MEMORY
                 registry.forget(entry)
         registry.free_dropped()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as flat uint8."""
+    flat = tensor if tensor.ndim == 1 else tensor.detach().view(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def _submit(moves: Sequence[Move]) -> None:

@@ -180,7 +180,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "pass",
     ),
     "the end of a copy to the host is recorded before it": recorded(
-        "host, source in pairs:\n                host.copy_(_bytes_of(source)",
+        "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
         "outgoing",
         ", blocking=True",
     ),
@@ -194,7 +194,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "pass",
     ),
     "the end of a copy to the device is recorded before it": recorded(
-        "tensor, part in zip(tensors, parts, strict=True):\n                tensor.copy_(part",
+        "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
         "incoming",
     ),
     "a host buffer is free before the copy out of it is over": (
@@ -208,14 +208,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "        _, incoming = self._copying(compute)\n"
         "        with using_stream(incoming):\n            tensors = ["
         "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
-    ),
-    "small tensors are gathered before the computation has made them": (
-        "with using_stream(compute) if compute != self._compute() else nullcontext():",
-        "with using_stream(self._copying(compute)[0]):",
-    ),
-    "small tensors that were copied together are taken for each other": (
-        "sorted(zip(places, split, strict=True))",
-        "zip(places, split, strict=True)",
     ),
     "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
     "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
