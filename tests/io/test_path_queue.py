@@ -102,26 +102,6 @@ def test_a_cancelled_move_that_never_began_ends_at_once(
     assert ended == [move]
 
 
-def test_a_cancelled_move_ends_when_its_blocks_in_flight_have(
-    plain: Region, recorder: Recorder
-) -> None:
-    backend = ManualBackend(depth=2)
-    queue = PathQueue(plain, backend, recorder)
-    ended: list[Move] = []
-    move = submit(queue, 0, 5, ended=ended)
-    move.cancel()
-    backend.complete()
-    assert not ended
-    assert not move.ended.is_set()
-    backend.complete(error=OSError("too late to matter"))
-    assert ended == [move]
-    assert move.state is MoveState.CANCELLED
-    assert not backend.waiting
-    # A cancelled move does not count as moved.
-    assert recorder.client_bytes["activations", "written"] == 0
-    assert recorder.busy_seconds() > 0
-
-
 def test_after_an_error_no_further_block_of_the_move_begins(
     queue: PathQueue, manual: ManualBackend, recorder: Recorder
 ) -> None:

@@ -11,14 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from offload_strategy.errors import StorageError
 from offload_strategy.io.backends import thread_pool
-from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.thread_pool import ThreadPool
-from offload_strategy.io.regions.region import Region
-from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
-from tests.io.conformance import HostMemory, begin
 
 
 @pytest.fixture
@@ -99,30 +94,6 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool: ThreadPo
     assert our_threads() == set()
 
 
-def test_jobs_that_come_while_threads_end_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 1e-5)
-    pool, ran = ThreadPool("ssd-offload-test", 3), list[int]()
-
-    def submit(start: int) -> None:
-        for number in range(start, start + 500):
-            pool.submit(lambda number=number: ran.append(number))
-            if number % 5 == 0:
-                time.sleep(2e-5)
-
-    users = [threading.Thread(target=submit, args=(500 * user,)) for user in range(3)]
-    for user in users:
-        user.start()
-    while any(user.is_alive() for user in users):
-        pool.end_threads()
-    pool.end_threads()
-    assert our_threads() == set()
-    assert sorted(ran) == list(range(1500))
-    pool.close()
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(list)
-
-
 def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool: ThreadPool) -> None:
     ran: list[str] = []
     with no_new_threads(), pytest.raises(RuntimeError, match="can't start"):
@@ -143,20 +114,6 @@ def test_one_thread_is_enough_where_no_second_can_start() -> None:
 
 
 # ---------------------------------------------------------------------- threads that die
-def test_a_thread_that_cannot_be_replaced_continues(pool: ThreadPool) -> None:
-    gate, ran = threading.Event(), threading.Event()
-
-    def job() -> None:
-        gate.wait(30)
-        raise SystemExit
-
-    pool.submit(job)
-    pool.submit(ran.set)
-    with no_new_threads():
-        gate.set()
-        assert ran.wait(30)
-
-
 # With a trace function (a debugger's, coverage's) every thread of CPython 3.11 that calls a Python
 # function goes round in circles there while an exception waits for a thread that waits for a lock.
 @pytest.mark.skipif(
@@ -198,29 +155,6 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
     pool.close(30)
     assert set(ran) | set(died) == set(range(count))
     assert died, "no thread was ended while it had a job: the test shows nothing"
-    assert our_threads() == set()
-
-
-@pytest.mark.parametrize("reason", [SystemExit, KeyboardInterrupt, GeneratorExit])
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_request_whose_thread_dies_fails_and_the_others_continue(
-    region: Region, reason: type[BaseException], where: str
-) -> None:
-    backend = PosixBackend(threads=1, block_size=1 * MiB)
-
-    def die() -> None:
-        raise reason
-
-    memory = HostMemory(PAGE_BYTES)
-    victim = begin(backend, region.fd, memory, write=True, **{where: die})  # type: ignore[arg-type]
-    others = [begin(backend, region.fd, memory, write=True) for _ in range(10)]
-    backend.close()
-    error = victim.get()
-    assert isinstance(error, StorageError)
-    assert isinstance(error.__cause__, reason)
-    assert reason.__name__ in str(error)
-    assert str(PAGE_BYTES) in str(error)
-    assert [other.errors for other in others] == [[None]] * 10
     assert our_threads() == set()
 
 

@@ -34,16 +34,17 @@ class Disk:
         self.data = bytearray(nbytes)
         self.faults: list[str] = []
         self.dead = False
-        self.seconds = [0.0]
+        self.seconds: tuple[float, ...] = (0.0,)
 
 
 class SimulatedRegion(Region):
     """A region whose file is a simulated disk, and whose file system is full when the disk says."""
 
-    def __init__(self, system: SimulatedSystem, capacity: int, path: Path = Path("/")) -> None:
+    def __init__(self, system: SimulatedSystem, capacity: int, path: Path | None = None) -> None:
         self.tier, self.shortage, self._begin = "nvme", None, 0
         self.fd, self.disk = system.open(capacity)
-        self.path, self.direct, self.capacity = path / str(self.fd), True, capacity
+        self.path = path or Path(f"/{self.fd}")
+        self.direct, self.capacity = True, capacity
         self._extents = ExtentAllocator(capacity)
         self._reserved, self._used_end, self._pid = 0, 0, os.getpid()
         self._lock = SimulatedLock(system.scheduler)  # type: ignore[assignment]

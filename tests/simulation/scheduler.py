@@ -44,6 +44,10 @@ class Strand:
         self.ident = threading.get_ident()
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Carrier(threading.Thread):
     """A thread of the system, which is used again: to start one takes long."""
 
@@ -52,7 +56,7 @@ class _Carrier(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="simulated", daemon=True)
         self.strand = Strand("", -1)
-        self.main: Callable[[], None] = lambda: None
+        self.main: Callable[[], None] = _nothing
         self.start()
 
     def run(self) -> None:
@@ -89,6 +93,16 @@ class SimulatedLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class OrderedSet(dict[Any, None]):
+    """A set of objects in the order in which they were added, not of their addresses."""
+
+    def add(self, key: Any) -> None:
+        self[key] = None
+
+    def discard(self, key: Any) -> None:
+        self.pop(key, None)
 
 
 class SimulatedThread:
@@ -195,6 +209,7 @@ class Scheduler:
             thread.alive.taken = False
             self.strands.remove(strand)
             del self._threads[strand]
+            carrier.main = _nothing  # a world must not live until the carrier's next thread
             _Carrier.idle.append(carrier)
             following = self._main if self.failure is not None else self._pick()
             self.current = following

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from concurrent.futures import wait
 
 import pytest
 import torch
@@ -42,20 +41,6 @@ def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None
         for use in (rig.store.get, rig.store.prefetch):
             with pytest.raises(OffloadError, match=rf"{size} of activations are gone.*closed"):
                 use(ticket)
-
-
-def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
-    ticket, waits = rig.stored(noise(PAGE)), rig.hurried()
-    reading = meanwhile(rig.store.get, ticket)
-    assert waits.wait(30)
-    closing = meanwhile(rig.store.close)
-    while not closing.done():
-        if rig.backend.waiting:
-            rig.backend.complete()
-        wait([closing], 0.01)
-    # Either the block that was under way was the last and brought everything, or it is gone.
-    error = reading.exception(30)
-    assert error is None or "gone" in str(error)
 
 
 def test_tickets_that_outlive_the_heap_can_still_be_freed(rig: Rig) -> None:

@@ -7,7 +7,6 @@ import gc
 import os
 
 import pytest
-import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.units import KiB, MiB
@@ -42,31 +41,6 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig: MakeRig, where: str, how
     rig.complete()
     assert rig.count("written") <= 4 * KiB
     assert rig.pool.usage().lent_bytes == 0
-
-
-@pytest.mark.parametrize("direction", ["writing", "loading"])
-def test_an_extent_is_not_used_again_before_the_block_under_way_has_ended(
-    make_rig: MakeRig, direction: str
-) -> None:
-    rig = make_rig(block_size=PAGE)
-    ticket = rig.put(noise(4 * PAGE))
-    if direction == "loading":
-        rig.complete()
-        rig.store.prefetch(ticket)
-    place = ticket.entry.stripes[0].extent
-    rig.store.free(ticket)
-    assert rig.store.live_tickets == 0
-    assert rig.region.used_bytes == 4 * PAGE
-    other = rig.put(noise(4 * PAGE, seed=1))
-    assert other.entry.stripes[0].extent != place
-    rig.backend.complete()
-    assert rig.region.used_bytes == 4 * PAGE
-    rig.complete()
-    third = rig.put(noise(4 * PAGE, seed=2))
-    assert third.entry.stripes[0].extent == place
-    rig.at_once()
-    assert torch.equal(rig.store.get(third), noise(4 * PAGE, seed=2))
-    assert torch.equal(rig.store.get(other), noise(4 * PAGE, seed=1))
 
 
 @pytest.mark.parametrize("lock", ["store", "queue", "recorder", "pool"])
