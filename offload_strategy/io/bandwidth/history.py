@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from offload_strategy.config.directories import expand_path
@@ -202,7 +202,11 @@ def _read(file: Path) -> _SavedRates | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is ignored, and may be removed: %s", file, error)
+        reason: object = error
+        if isinstance(error, ValidationError):  # whose own text has several lines
+            first = error.errors(include_url=False)[0]
+            reason = ": ".join((*map(str, first["loc"]), first["msg"]))
+        logger.warning("%s is ignored, and may be removed: %s", file, reason)
         return None
 
 

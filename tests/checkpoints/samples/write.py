@@ -1,0 +1,75 @@
+"""Writes samples of all files of this version: ``python -m tests.checkpoints.samples.write``.
+
+Run it once for each version that is published; the samples of earlier versions stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from offload_strategy import OffloadEngine
+from offload_strategy.checkpoints import save
+from offload_strategy.io.bandwidth.history import MeasuredRate, PathIdentity, save_rates
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
+from offload_strategy.telemetry import Direction
+from tests.training import settings
+
+SAMPLES = Path(__file__).parent
+IDENTITY = PathIdentity("node7", "/mnt/nvme0", 12345, 2, "PosixBackend", 4)
+RATES = {
+    Direction.READ: MeasuredRate(2e9, "observed", 10**12, 7, "2026-11-25T00:00:00+00:00"),
+    Direction.WRITE: MeasuredRate(1e9, "probe", 10**9),
+}
+PROFILE = Profile(
+    forward_seconds=1.0,
+    step_seconds=3.0,
+    tensors=(TensorLife("relu", 4096, (0.5, 2.5), 0.75),),
+    other_bytes=100,
+    others=((0.0, 50), (1.0, 100)),
+    updates=(Update(2.0, 0.5, 10, 20),),
+    paths=(PathRates("nvme", 2e9, 1e9),),
+    about={"model": "sample"},
+)
+
+
+class Sample:
+    """A model whose gradients are ones, its optimizer, and how far it was trained."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.model = nn.Linear(64, 8, bias=False)
+        with torch.no_grad():
+            self.model.weight.copy_(torch.arange(512.0).view(8, 64))
+        optimizer = SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.optimizer: Any = engine.attach(self.model, optimizer)
+
+    def step(self) -> None:
+        self.model(torch.ones(64)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main() -> None:
+    folder = SAMPLES / version("offload-strategy")
+    folder.mkdir()
+    with tempfile.TemporaryDirectory() as disk, OffloadEngine(settings(Path(disk))) as engine:
+        sample = Sample(engine)
+        for _ in range(2):
+            sample.step()
+        states = {"model": sample.model.state_dict(), "optimizer": sample.optimizer.state_dict()}
+        save(states, folder / "checkpoint.pt")
+        torch.save(states["optimizer"], folder / "optimizer.pt")
+    PROFILE.save(folder / "profile.json")
+    os.environ["SSD_OFFLOAD_CACHE"] = str(folder / "cache")
+    save_rates(IDENTITY, RATES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What earlier versions wrote is read, and a damaged cache is ignored with one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_strategy import OffloadEngine
+from offload_strategy.checkpoints import load
+from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, load_rates, save_rates
+from offload_strategy.plan_runtime.profile import Profile
+from tests.checkpoints.samples.write import IDENTITY, PROFILE, RATES, SAMPLES, Sample
+from tests.training import settings
+
+VERSIONS = sorted(folder for folder in SAMPLES.iterdir() if (folder / "profile.json").is_file())
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda folder: folder.name)
+def samples(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+@pytest.fixture
+def cached(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a version's cache, which is the user's; the file in it."""
+    folder = shutil.copytree(samples / "cache", tmp_path / "cache")
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    [file] = folder.iterdir()
+    return file
+
+
+@pytest.mark.parametrize("states", ["optimizer.pt", "checkpoint.pt"])
+def test_training_goes_on_from_the_checkpoint_of_a_version(
+    samples: Path, states: str, disk: Path
+) -> None:
+    begun = torch.arange(512.0).view(8, 64)
+    with OffloadEngine(settings(disk)) as engine:
+        sample = Sample(engine)
+        sample.model.load_state_dict(load(samples / "checkpoint.pt")["model"])
+        found = load(samples / states)
+        sample.optimizer.load_state_dict(found.get("optimizer", found))
+        [state] = sample.optimizer.state_dict()["state"].values()
+        assert torch.equal(state["momentum_buffer"], torch.full((8, 64), 1.5))
+        assert torch.equal(sample.model.weight, begun - 0.5 * (1 + 1.5))
+        sample.step()
+        assert torch.equal(sample.model.weight, begun - 0.5 * (1 + 1.5 + 1.75))
+
+
+def test_the_profile_of_a_version_is_read(samples: Path) -> None:
+    assert Profile.load(samples / "profile.json") == PROFILE
+
+
+def test_the_rates_of_a_version_are_read(cached: Path) -> None:
+    assert load_rates(IDENTITY) == RATES
+
+
+@pytest.mark.parametrize("damage", ["half", "random bytes", "another version", "other types"])
+def test_a_damaged_cache_is_ignored_with_one_line_and_replaced(
+    cached: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = cached.read_bytes()
+    damaged = {
+        "half": content[: len(content) // 2],
+        "random bytes": bytes(range(255, -1, -1)),
+        "another version": json.dumps({**json.loads(content), "format": 99}).encode(),
+        "other types": json.dumps({**json.loads(content), "read": ["fast"], "of": 3}).encode(),
+    }
+    cached.write_bytes(damaged[damage])
+    with caplog.at_level(logging.INFO):
+        assert load_rates(IDENTITY) == {}
+    [record] = caplog.records
+    assert len(record.getMessage().splitlines()) == 1, record.getMessage()
+    assert save_rates(IDENTITY, RATES)
+    assert load_rates(IDENTITY) == RATES
