@@ -14,7 +14,14 @@ from offload_strategy import OffloadEngine
 from offload_strategy.checkpoints import load
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, load_rates, save_rates
 from offload_strategy.plan_runtime.profile import Profile
-from tests.checkpoints.samples.write import IDENTITY, PROFILE, RATES, SAMPLES, Sample
+from tests.checkpoints.samples.write import (
+    IDENTITY,
+    PROFILE,
+    RATES,
+    SAMPLES,
+    Sample,
+    trained_by_lightning,
+)
 from tests.training import settings
 
 VERSIONS = sorted(folder for folder in SAMPLES.iterdir() if (folder / "profile.json").is_file())
@@ -50,6 +57,13 @@ def test_training_goes_on_from_the_checkpoint_of_a_version(
         assert torch.equal(sample.model.weight, begun - 0.5 * (1 + 1.5))
         sample.step()
         assert torch.equal(sample.model.weight, begun - 0.5 * (1 + 1.5 + 1.75))
+
+
+def test_lightning_goes_on_from_the_checkpoint_of_a_version(samples: Path, disk: Path) -> None:
+    trainer = trained_by_lightning(disk, 3, samples / "lightning.ckpt")
+    [weight] = trainer.lightning_module.parameters()
+    assert trainer.global_step == 3
+    assert torch.equal(weight, torch.arange(512.0).view(8, 64) - 0.5 * (1 + 1.5 + 1.75))
 
 
 def test_the_profile_of_a_version_is_read(samples: Path) -> None:

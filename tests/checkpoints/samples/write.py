@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import LightningModule, Trainer
 from torch import nn
 from torch.optim import SGD
 
-from offload_strategy import OffloadEngine
+from offload_strategy import OffloadEngine, SSDOffloadStrategy
 from offload_strategy.checkpoints import save
 from offload_strategy.io.bandwidth.history import MeasuredRate, PathIdentity, save_rates
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
@@ -40,13 +41,18 @@ PROFILE = Profile(
 )
 
 
+def weight_sample() -> nn.Linear:
+    model = nn.Linear(64, 8, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(512.0).view(8, 64))
+    return model
+
+
 class Sample:
     """A model whose gradients are ones, its optimizer, and how far it was trained."""
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self.model = nn.Linear(64, 8, bias=False)
-        with torch.no_grad():
-            self.model.weight.copy_(torch.arange(512.0).view(8, 64))
+        self.model = weight_sample()
         optimizer = SGD(self.model.parameters(), lr=0.5, momentum=0.5)
         self.optimizer: Any = engine.attach(self.model, optimizer)
 
@@ -54,6 +60,38 @@ class Sample:
         self.model(torch.ones(64)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class LightningSample(LightningModule):
+    """The same as Lightning trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight_sample()
+
+    def training_step(self, _: Any) -> torch.Tensor:
+        return self.inner(torch.ones(64)).sum()
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.inner.parameters(), lr=0.5, momentum=0.5)
+
+    def train_dataloader(self) -> list[int]:
+        return [0, 1, 2]
+
+
+def trained_by_lightning(disk: Path, steps: int, checkpoint: Path | None = None) -> Trainer:
+    """Train the sample up to so many steps, from a checkpoint or from the beginning."""
+    trainer = Trainer(
+        strategy=SSDOffloadStrategy(config=settings(disk)),
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LightningSample(), ckpt_path=checkpoint)
+    return trainer
 
 
 def main() -> None:
@@ -66,6 +104,8 @@ def main() -> None:
         states = {"model": sample.model.state_dict(), "optimizer": sample.optimizer.state_dict()}
         save(states, folder / "checkpoint.pt")
         torch.save(states["optimizer"], folder / "optimizer.pt")
+    with tempfile.TemporaryDirectory() as disk:
+        trained_by_lightning(Path(disk), 2).save_checkpoint(folder / "lightning.ckpt")
     PROFILE.save(folder / "profile.json")
     os.environ["SSD_OFFLOAD_CACHE"] = str(folder / "cache")
     save_rates(IDENTITY, RATES)
