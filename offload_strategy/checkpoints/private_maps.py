@@ -114,10 +114,9 @@ def _storage_ranges(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
     """Return offset and size of every non-empty storage, in the order of their numbers."""
     reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
     with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-    ranges = {
-        int(number[1]): (reader.get_record_offset(number[0]), record.file_size)
-        for record in records
-        if (number := re.search(r"(?<=/)data/(\d+)$", record.filename))
-    }
+        ranges = {
+            int(number[1]): (reader.get_record_offset(number[0]), record.file_size)
+            for record in archive.infolist()
+            if (number := re.search(r"(?<=/)data/(\d+)$", record.filename))
+        }
     return [ranges[number] for number in sorted(ranges) if ranges[number][1]]

@@ -37,10 +37,7 @@ logger = get_logger(__name__)
 
 
 class AttachedOptimizers:
-    """The optimizers of an engine; iterates over those that are wrapped and alive.
-
-    The registry knows which parameters have an owner already.
-    """
+    """The optimizers of an engine; iterates over those that are wrapped and alive."""
 
     def __init__(
         self,
@@ -53,7 +50,6 @@ class AttachedOptimizers:
         self._section = section
         self._registry = registry
         self._choice = choice
-        #: The stream of weights, if they are streamed.
         self.stream: WeightStream | None = None
         #: Knows attached models whose ranks may shard optimizer states.
         self.dp_groups = GroupRegistry(shards_states=section.sharding)
@@ -76,9 +72,7 @@ class AttachedOptimizers:
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
         """Offload the states of an optimizer, if the config enables it and they can be offloaded.
 
-        `is_last` returns whether a step follows the current backward pass. Raises a ConfigError if
-        the optimizer is attached already, the tiers are too small, or the config asks by name for
-        states to be offloaded that cannot be.
+        `is_last` returns whether a step follows the current backward pass.
         """
         attached = after_collection(lambda: any(each.inner is optimizer for each in self))
         if attached or isinstance(optimizer, OffloadedOptimizer):
@@ -127,8 +121,12 @@ class AttachedOptimizers:
         )
         self._wrapped.add(wrapped)
         self._guard(optimizer)
-        # Only an accepted optimizer may change how much idle memory is kept.
-        self._expect(parameters, state_bytes, subgroups)
+        if section.overlap != "off":
+            # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
+            # Only an accepted optimizer may change how much idle memory is kept.
+            count = _elements(parameters)
+            size = min(count, subgroups(count))
+            self._resources.pool.idle_may_exceed(state_bytes * size // count)
         return wrapped
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
@@ -190,18 +188,6 @@ class AttachedOptimizers:
             moved += sum(local_tensor(p).nbytes for p in parameters)
             memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
         return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
-
-    def _expect(
-        self,
-        parameters: Sequence[nn.Parameter],
-        state_bytes: int,
-        subgroup_size: Callable[[int], int],
-    ) -> None:
-        """Keep idle buffers for one subgroup's states: to map them takes longer than to read."""
-        if self._section.overlap != "off":
-            count = _elements(parameters)
-            size = min(count, subgroup_size(count))
-            self._resources.pool.idle_may_exceed(state_bytes * size // count)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:
         """Check that the tiers have room for this rank's states, and for gradients that wait there.

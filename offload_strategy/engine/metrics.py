@@ -53,8 +53,7 @@ class Metrics:
             metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
             metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
             metrics[f"{prefix}/queued_seconds"] = recorder.queue_seconds[name]
-        for name, value in activations.items():
-            metrics[f"offload/activations/{name}"] = value
+        metrics |= {f"offload/activations/{name}": value for name, value in activations.items()}
         for name in ("speculated_steps", "redone_steps"):
             metrics[f"offload/optimizer/{name}"] = sum((each[name] for each in optimizers), 0.0)
         usage = resources.pool.usage()

@@ -135,10 +135,7 @@ class EngineWeights:
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
     def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:
-        """Check the room for a model that will be attached, and materialize its meta parameters.
-
-        Raises a ConfigError if the tiers are too small, or a parameter cannot be initialized.
-        """
+        """Check the room for a model that will be attached, and materialize its meta parameters."""
         if self._stream is not None:
             if any(map(is_lazy, model.parameters())):
                 raise ConfigError(
@@ -180,12 +177,9 @@ class EngineWeights:
 
 def _device_for(model: nn.Module) -> torch.device:
     """Return the device for parameters on the meta device."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    return torch.get_default_device()
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, None) or torch.get_default_device()
 
 
-@contextmanager
-def _unchanged(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield tensor.detach()
+def _unchanged(tensor: torch.Tensor) -> nullcontext[torch.Tensor]:
+    return nullcontext(tensor.detach())

@@ -26,11 +26,7 @@ from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.plan_runtime.profile import Profile, Update
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.step_usage import MemoryCurve
-from offload_strategy.plan_runtime.weight_schedule import (
-    BlockPass,
-    WeightSchedule,
-    weight_schedule,
-)
+from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
 from offload_strategy.plan_runtime.what_if import best_changes
 from offload_strategy.telemetry import Recorder, get_logger, write_trace
 
@@ -108,8 +104,7 @@ class EngineReports(EngineWeights):
             ready = min(max(ready, found.forward_seconds), found.step_seconds)
             seconds = timing.end - timing.begin - timing.waited
             updates.append(Update(ready, seconds, timing.read_bytes, timing.written_bytes))
-        shared = self._device.type == "cpu"
-        return replace(found, updates=tuple(updates), shared_cores=shared)
+        return replace(found, updates=tuple(updates), shared_cores=self._device.type == "cpu")
 
     def _updates_since(self, moment: float) -> list[UpdateTiming]:
         found = (one for each in self._optimizers for one in each.timings.since(moment))

@@ -62,8 +62,7 @@ class Resources:
     def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
         """Open the tiers that enabled sections use, which so many processes share.
 
-        The config has this process's share of every capacity. Raises a ConfigError if a tier cannot
-        be used, or its disk is smaller than its capacity.
+        The config has this process's share of every capacity.
         """
         wanted = {
             client: config.tiers_for(client)
@@ -87,8 +86,7 @@ class Resources:
         # It notices what a checksum would.
         cipher = BlockCipher(config.io.block_size) if config.io.encryption else None
         accelerated = torch.accelerator.is_available()
-        available = available_bytes() // processes
-        pinned = config.memory.pinned_bytes(available, accelerated=accelerated)
+        pinned = config.memory.pinned_bytes(available_bytes() // processes, accelerated=accelerated)
         # Tickets from a device that stay in a dram tier are held in buffers too.
         host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
         pool = BufferPool(pinned + host)
@@ -179,10 +177,7 @@ class Resources:
             queue.end_threads()
 
     def serve_metrics(self, port: int, read: Callable[[], Mapping[str, float]]) -> None:
-        """Serve metrics for Prometheus until these resources are closed.
-
-        Raises a ConfigError if the port cannot be opened; the resources are closed then.
-        """
+        """Serve metrics for Prometheus until these resources are closed, at once if it fails."""
         try:
             self._stack.callback(PrometheusMetrics(port, read).close)
         except BaseException:
@@ -231,8 +226,7 @@ class Resources:
                     f"have only {format_size(room)} to give. Lower the capacity, free some space, "
                     f"or add a path."
                 )
-            quota = Quota(tier.capacity)
-            self.quotas.update(dict.fromkeys(queues, quota))
+            self.quotas.update(dict.fromkeys(queues, Quota(tier.capacity)))
 
     def _tiers_of(self, tiers: list[TierConfig]) -> list[Tier]:
         """Return the tiers of a client; consecutive ssd tiers work as one."""

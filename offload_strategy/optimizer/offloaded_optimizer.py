@@ -97,7 +97,6 @@ class OffloadedOptimizer(Optimizer):
         self._updater = Updater(
             inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
-        #: Of the latest updates, for profiles.
         self.timings = self._updater.timings
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
@@ -327,8 +326,7 @@ class OffloadedOptimizer(Optimizer):
         for parameter in self.parameters():
             known = id(parameter) in self._hooks or is_lazy(parameter)
             if parameter.requires_grad and not known:
-                handle = parameter.register_post_accumulate_grad_hook(hook)
-                self._hooks[id(parameter)] = handle
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._overlap is None or self._closed:

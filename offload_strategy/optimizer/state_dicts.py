@@ -19,8 +19,7 @@ from offload_strategy.torch_support.dtensors import shard_like
 class OpaqueTensor:
     """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
 
-    It would move every tensor to the device of its parameter and cast it to the parameter's dtype,
-    all of them at once.
+    It would move every tensor to its parameter's device and cast it to its dtype, all at once.
     """
 
     __slots__ = ("tensor",)
@@ -119,10 +118,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
     """
 
     def __init__(
-        self,
-        updater: Updater,
-        subgroups: Callable[[], list[Subgroup]],
-        rank_shards: RankShards,
+        self, updater: Updater, subgroups: Callable[[], list[Subgroup]], rank_shards: RankShards
     ) -> None:
         self._updater = updater
         self._subgroups = subgroups

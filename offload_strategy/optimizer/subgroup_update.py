@@ -96,12 +96,7 @@ class UpdateTimings:
 
 
 class Updater:
-    """Runs updates of subgroups whose states are in the store, by the user's own class.
-
-    States may be put into `tiers`, in order; new weights wait for `step()` in `new_weight_tiers`
-    first. `is_elementwise` tells whether weights of the group of this index may be updated in
-    chunks.
-    """
+    """Runs updates of subgroups whose states are in the store, by the user's own class."""
 
     def __init__(
         self,
@@ -139,8 +134,7 @@ class Updater:
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup, looked up again as loading a state replaces it."""
-        group: dict[str, Any] = self._optimizer.param_groups[subgroup.group_index]
-        return group
+        return self._optimizer.param_groups[subgroup.group_index]
 
     # ------------------------------------------------------------------ updates
     @torch.no_grad()
@@ -186,10 +180,7 @@ class Updater:
     def update_ahead(
         self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]
     ) -> AheadUpdate:
-        """Run the update ahead of `step()`, on copies of weights and states.
-
-        Gradients are those that slices are expected to have at `step()`, by index.
-        """
+        """Run the update on copies, with the gradients that are expected at `step()` by slice."""
         with self.timings.measure() as timing:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
@@ -229,9 +220,8 @@ class Updater:
         found: list[bool | None] = [None] * len(ahead_updates)
         compared: dict[int, torch.Tensor] = {}
         for number, ahead_update in enumerate(ahead_updates):
-            if is_asynchronous(ahead_update.device) and self._residency is None:
-                weights = ahead_update.current_weights()
-                compared[number] = ahead_update.bits_match(weights)
+            if is_asynchronous(ahead_update.bits.device) and self._residency is None:
+                compared[number] = ahead_update.bits_match(ahead_update.current_weights())
         if compared:
             device = next(iter(compared.values())).device
             together = torch.stack([same.to(device) for same in compared.values()])

@@ -190,8 +190,7 @@ class BlockResidency:
 
     # ------------------------------------------------------------------ memory, under the lock
     def _mark_needed(self, block: StreamedBlock) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._order.record(block, backward=in_backward)
+        self._order.record(block, backward=torch._C._current_graph_task_id() != -1)
         self._resident.pop(block, None)
         self._resident[block] = None
 

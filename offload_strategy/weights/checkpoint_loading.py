@@ -73,10 +73,7 @@ class Loader:
     def load(
         self, model: nn.Module, checkpoint: Mapping[str, StoredTensor], *, adopt: bool, strict: bool
     ) -> LoadedWeights:
-        """Load a checkpoint into a model; nothing is changed before everything is checked.
-
-        The model may be attached or not, and on the meta device; see `OffloadEngine.load_weights`.
-        """
+        """Check everything, then load the checkpoint; see `OffloadEngine.load_weights`."""
         tie = getattr(model, "tie_weights", None)
         if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
             # Contexts for empty models create a new parameter at every registration, also for
@@ -174,10 +171,7 @@ class Loader:
 def match(
     model: nn.Module, checkpoint: Mapping[str, StoredTensor], *, strict: bool
 ) -> tuple[list[_Match], LoadedWeights]:
-    """Match the tensors of a model and a checkpoint, in the order of the files' bytes.
-
-    Raises ConfigError if names (if `strict`) or shapes differ, or a module would be loaded partly.
-    """
+    """Match the tensors of a model and a checkpoint, in the order of the files' bytes."""
     targets = named_tensors(model)
     names: dict[int, list[str]] = {}
     for target, tensor in targets.items():

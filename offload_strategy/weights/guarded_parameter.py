@@ -30,7 +30,6 @@ class ParameterOwner(Protocol):
 
     #: Meta tensor with the parameter's shape, strides and dtype.
     form: torch.Tensor
-
     #: Whether autograd saved the parameter itself, so that its bytes must stay until the step ends.
     pinned: bool
 

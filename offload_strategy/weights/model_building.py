@@ -62,8 +62,7 @@ def materialize_module(
 ) -> None:
     """Materialize and initialize the own parameters and buffers of a module on the meta device.
 
-    `made` is called with each parameter after its allocation and before its initialization. Raises
-    ConfigError if the module does not initialize one of its buffers.
+    `made` is called with each parameter after its allocation and before its initialization.
     """
     missing = _meta_tensors(module._parameters)
     if not missing:
@@ -97,8 +96,7 @@ def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _Tenso
 
 
 def _reset_method(module: nn.Module) -> Any:
-    reset = getattr(module, "reset_parameters", None)
-    return reset or getattr(module, "_reset_parameters", None)
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _inner_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -25,7 +25,6 @@ _LAZY = (UninitializedBuffer, UninitializedParameter)
 _state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-
 _Found = TypeVar("_Found")
 
 
@@ -41,10 +40,7 @@ class ParameterRegistry:
 
     # ------------------------------------------------------------------ owners
     def add_module(self, module: nn.Module) -> None:
-        """Claim a module for activation offload.
-
-        Raises ConfigError if it has no parameters, or is attached to an engine already.
-        """
+        """Claim a module for activation offload."""
         if next(module.parameters(), None) is None:
             raise ConfigError(
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "

@@ -53,7 +53,6 @@ def read_index(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name, in the order of the files' bytes.
 
     The source is a safetensors file, or a directory with one file or with shards and an index.
-    Raises ConfigError if a file is missing or damaged, or safetensors is not installed.
     """
     return {name: stored for file in _files(Path(source)) for name, stored in _header(file).items()}
 
@@ -134,8 +133,7 @@ def save_shards(
 ) -> list[Path]:
     """Write tensors to a directory, replacing files of the same names; return the files.
 
-    A tensor with several names is written once. A file has at most `shard_bytes`, unless a single
-    tensor has more. Raises StorageError if a file cannot be written.
+    A tensor with several names is written once. Only a single tensor may exceed `shard_bytes`.
     """
     library = _library("save_weights")
     first: dict[int, str] = {}

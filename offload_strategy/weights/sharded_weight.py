@@ -129,16 +129,11 @@ class ShardedWeight(StreamedWeight):
     """
 
     def __init__(
-        self,
-        name: str,
-        fsdp_param: Any,
-        load_now: Callable[[StreamedWeight], None],
-        *services: Any,
+        self, name: str, fsdp_param: Any, load_now: Callable[[StreamedWeight], None], *services: Any
     ) -> None:
         sharded = fsdp_param.sharded_param
-        local = sharded._local_tensor
         flat = nn.Parameter(fsdp_param._sharded_param_data, requires_grad=False)
-        self.local_form = torch.empty_like(local, device="meta")
+        self.local_form = torch.empty_like(sharded._local_tensor, device="meta")
         super().__init__(name, flat, *services)
         self._fsdp_param = weakref.ref(fsdp_param)
         self._sharded = weakref.ref(sharded)

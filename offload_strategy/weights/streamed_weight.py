@@ -16,12 +16,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.weights.guarded_parameter import (
-    guard,
-    nan_placeholder,
-    set_data,
-    unguard,
-)
+from offload_strategy.weights.guarded_parameter import guard, nan_placeholder, set_data, unguard
 
 _CLIENT = "parameters"
 #: Use count of a storage that only the parameter holds: its Python object and its tensor.
@@ -56,7 +51,6 @@ class StreamedWeight:
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
         self._version = -1
-        #: Returns the parameter, or None after it was freed.
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
@@ -70,7 +64,6 @@ class StreamedWeight:
     def _take_form(self, parameter: torch.Tensor) -> None:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.device = parameter.device
-        #: Meta tensor with its shape, strides and dtype.
         self.form = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
@@ -304,5 +297,4 @@ class SavedWeight:
                 "that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
-        offset = values.storage_offset() + self._offset
-        return values.as_strided(self._shape, self._strides, offset)
+        return values.as_strided(self._shape, self._strides, values.storage_offset() + self._offset)

@@ -56,29 +56,21 @@ def cut_into_blocks(
                 prefix = f"{name}.layers.0".lstrip(".")
                 named.append((name, module, first.named_parameters(prefix=prefix)))
     named.sort(key=lambda block: order[id(block[1])])
-    blocks = [
-        (
-            name or type(module).__name__,
-            module,
-            {
-                key: p
-                for key, p in parameters
-                if can_be_streamed(p, min_bytes) and not is_sharded(p)
-            },
-        )
-        for name, module, parameters in named
-    ]
-    return [block for block in blocks if block[2]]
+    blocks = []
+    for name, module, parameters in named:
+        streamed = {
+            key: p for key, p in parameters if can_be_streamed(p, min_bytes) and not is_sharded(p)
+        }
+        if streamed:
+            blocks.append((name or type(module).__name__, module, streamed))
+    return blocks
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough.
-
-    It must be contiguous because autograd lays out gradients like their parameters.
-    """
+    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough."""
     return (
         (type(parameter) in (nn.Parameter, GuardedParameter) or is_sharded(parameter))
-        and parameter.is_contiguous()
+        and parameter.is_contiguous()  # as autograd lays out gradients like their parameters
         and local_tensor(parameter).nbytes >= max(1, min_bytes)
     )
 

@@ -140,8 +140,7 @@ class WeightStream(BlockResidency):
     def _stream_shard(self, name: str, fsdp_param: Any) -> StreamedWeight:
         weight: StreamedWeight | None = self._weights.get(fsdp_param.sharded_param)
         if weight is None:
-            load_now = WeakHook(self.load_now)
-            weight = ShardedWeight(name, fsdp_param, load_now, *self._services())
+            weight = ShardedWeight(name, fsdp_param, WeakHook(self.load_now), *self._services())
             self._weights[fsdp_param.sharded_param] = weight
         return weight
 
@@ -250,10 +249,7 @@ class WeightStream(BlockResidency):
             self._close(weight, restore=restore)
 
     def schedule(self) -> list[tuple[StreamedBlock, bool]]:
-        """Return the blocks that a step needs in order, and whether each is for backward.
-
-        The order is that of the last step; before the first step, module order and its reverse.
-        """
+        """Return the blocks that a step needs in order, and whether each is for backward."""
         with self._lock:
             learned = self._order.last_step
         if learned:

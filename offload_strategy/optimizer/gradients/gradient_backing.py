@@ -116,8 +116,7 @@ GradientSource = torch.Tensor | StoredGradient | ConsumedGradient | None
 def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     """Compute the norm of one gradient with the kernel of `torch.nn.utils.clip_grad_norm_`."""
     with torch.no_grad():
-        norm: torch.Tensor = torch._foreach_norm([values], order)[0]
-    return norm
+        return torch._foreach_norm([values], order)[0]
 
 
 def has_overflow(tensor: torch.Tensor) -> bool:
@@ -136,10 +135,7 @@ def has_overflow(tensor: torch.Tensor) -> bool:
 
 
 class GradientBacking:
-    """The values of one gradient, shared by all `OffloadedGradient`s that are aliases.
-
-    The source has the values, in the shape, strides and dtype of `like`, on its device.
-    """
+    """The values of one gradient, shared by all `OffloadedGradient`s that are aliases."""
 
     def __init__(self, source: GradientSource, like: torch.Tensor) -> None:
         self.metadata = TensorMetadata.of(like)
@@ -176,10 +172,7 @@ class GradientBacking:
 
     # ------------------------------------------------------------------ values
     def raw(self) -> torch.Tensor:
-        """The values before the recorded edits, not to be changed, on the gradient's device.
-
-        Not after `values`, which may have applied the edits in place.
-        """
+        """The values before the recorded edits, not to be changed, on the gradient's device."""
         assert not self._applied, "the edits were applied to the gradient itself"
         return self._load()[0]
 
@@ -200,8 +193,7 @@ class GradientBacking:
     def read(self) -> torch.Tensor:
         """The values for a caller who neither changes nor keeps them; the state stays."""
         data, shared = self._load()
-        pending = self._pending()
-        if pending:
+        if pending := self._pending():
             data = pending.apply_(data.clone() if shared else data)
         return data
 

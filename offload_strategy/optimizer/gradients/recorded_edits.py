@@ -91,11 +91,7 @@ class Edit:
 
     @classmethod
     def of(
-        cls,
-        op: OpOverload,
-        arguments: Sequence[Argument],
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, op: OpOverload, arguments: Sequence[Argument], dtype: torch.dtype, device: torch.device
     ) -> Edit:
         """Record an operation with copies of its arguments, each `recordable`.
 
@@ -181,8 +177,7 @@ class EditHistory:
 
 def _bits(argument: Argument) -> tuple[Any, ...]:
     if isinstance(argument, torch.Tensor):
-        words = argument.reshape(1).view(torch.uint8).tolist()
-        return (str(argument.dtype), *words)
+        return (str(argument.dtype), *argument.reshape(1).view(torch.uint8).tolist())
     if isinstance(argument, float):
         return ("float", struct.pack("d", argument))
     return (type(argument).__name__, argument)

@@ -79,11 +79,6 @@ class AheadUpdate:
             return torch.zeros((), dtype=torch.bool, device=self.bits.device)
         return (self.bits == sums_of_bits(weights)).all()
 
-    @property
-    def device(self) -> torch.device:
-        """The device of its weights."""
-        return self.subgroup.slices[0].parameter.device
-
     def parameters(self) -> list[torch.Tensor]:
         """Whole parameters of the slices that it updated."""
         return [self.subgroup.slices[index].parameter for index in self.indices]

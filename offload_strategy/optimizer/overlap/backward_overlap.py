@@ -55,7 +55,8 @@ class BackwardPasses:
         first = False
         if task != self.task:
             self.task = task
-            self.nested = _is_nested()
+            frames = walk_stack(sys._getframe())  # a node of another pass has begun a nested one
+            self.nested = any(frame.f_code is _NODE_CODE for frame, _ in frames)
             another = not self.nested and self._outermost not in (-1, task)
             first = not self.running or another or id(parameter) in self._seen
             if first:
@@ -71,16 +72,10 @@ class BackwardPasses:
         self.task, self.running = -1, False
 
 
-def _is_nested() -> bool:
-    """Whether the running backward pass was begun by a node of another pass."""
-    return any(frame.f_code is _NODE_CODE for frame, _ in walk_stack(sys._getframe()))
-
-
 class BackwardOverlap(ABC):
     """Collects subgroups whose gradients are final, and updates them during backward.
 
-    States are prefetched in the order in which the last backward completed the subgroups. `is_last`
-    tells whether the running backward is the last before `step()`.
+    States are prefetched in the order in which the last backward completed the subgroups.
     """
 
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:

@@ -100,11 +100,7 @@ class RetainedGradients:
 
 
 class CommittedUpdates(BackwardOverlap):
-    """``overlap: commit``: updates run ahead on copies, and `step()` makes them current.
-
-    Gradients that are clipped or scaled after backward in another way than predicted invalidate the
-    updates. `step()` detects it, and while it happens often updates run at `step()`.
-    """
+    """``overlap: commit``: updates run ahead on copies, and `step()` makes them current."""
 
     def __init__(
         self, updater: Updater, is_last: Callable[[], bool], retained: RetainedGradients
@@ -205,10 +201,7 @@ class CommittedUpdates(BackwardOverlap):
 
 # ---------------------------------------------------------------------- eager
 class EagerUpdates(BackwardOverlap):
-    """``overlap: eager``: weights change as soon as their gradients are complete.
-
-    The gradient's memory is free after that; what is in `p.grad` then refuses to be read.
-    """
+    """``overlap: eager``: weights change as soon as their gradients are complete."""
 
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
         super().__init__(updater, is_last)

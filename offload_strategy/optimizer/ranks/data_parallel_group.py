@@ -32,13 +32,9 @@ _T = TypeVar("_T")
 
 
 class DataParallelGroup:
-    """The ranks over which a `DistributedDataParallel` module reduces its gradients.
-
-    If it `shards_states`, each rank updates a part of the weights; else each updates all.
-    """
+    """The ranks over which a `DistributedDataParallel` module reduces its gradients."""
 
     def __init__(self, module: DistributedDataParallel, *, shards_states: bool) -> None:
-        #: Returns the module, if it still exists.
         self.module = weakref.ref(module)
         self.process_group = module.process_group
         self.rank = dist.get_rank(self.process_group)
@@ -151,8 +147,7 @@ def world_size() -> int:
 def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
     """Raise `ConfigError` if another library does to a model what we would do as well.
 
-    `streams` tells whether its weights are to be streamed, `swaps` whether the states of its
-    optimizer are to be offloaded.
+    `streams`: its weights are to be streamed; `swaps`: its optimizer's states are to be offloaded.
     """
     modules = list(model.modules())
     groups = [group for module in modules for group in fsdp_groups(module)]

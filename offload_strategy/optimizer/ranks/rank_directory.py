@@ -98,10 +98,9 @@ class RankDirectory:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORTS)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
+    )
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -20,10 +20,7 @@ from offload_strategy.torch_support.dtensors import local_tensor, shard_like
 
 
 class RankShards:
-    """What an optimizer does with other ranks; nothing, while it has no data-parallel group.
-
-    `directories` are where state dicts may be; none for ordinary memory.
-    """
+    """What an optimizer does with other ranks; nothing, while it has no data-parallel group."""
 
     def __init__(
         self, registry: GroupRegistry, updater: Updater, directories: Sequence[Path]
@@ -45,8 +42,7 @@ class RankShards:
     ) -> bool:
         """Look for the group, which may be made after the optimizer was attached.
 
-        From then on updates of `overlap` wait for its reductions. Returns whether this call has
-        found it.
+        Updates of `overlap` wait for its reductions then. Returns whether this call has found it.
         """
         if self.dp_group is not None or self._seen_changes == self._registry.changes:
             return False

@@ -35,8 +35,7 @@ _pending: list[dist.Work] = []
 class WeightBroadcast:
     """A broadcast of dense weights, in place, from their owner to the other ranks.
 
-    Large contiguous weights are sent as they lie in memory; others are packed. Shapes and dtypes
-    are the same on all ranks.
+    Large contiguous weights are sent as they lie in memory; others are packed.
     """
 
     def __init__(

@@ -54,11 +54,8 @@ class Precision:
 
     def stored_dtype(self, dtype: torch.dtype, name: str = "") -> torch.dtype:
         """Dtype in which a state of this compute dtype and name is stored."""
-        if self.state_dtype is None or dtype != torch.float32:
-            return dtype
-        if name == MASTER_WEIGHT or INNER in name:
-            return dtype
-        return self.state_dtype
+        kept = dtype != torch.float32 or name == MASTER_WEIGHT or INNER in name
+        return dtype if kept or self.state_dtype is None else self.state_dtype
 
 
 def copy_rounded(
@@ -82,8 +79,7 @@ def master_weights_of(
 ) -> Iterator[list[torch.Tensor]]:
     """Give master weights to be updated instead of their weights; copy them back at the end.
 
-    They are taken out of the states for the update, with gradients in float32, and put back after
-    it. Weights without a master weight are given as they are.
+    Meanwhile they are not among the states. Weights without one are given as they are.
     """
     masters = {
         index: _master_weight(weight, state)

@@ -154,10 +154,7 @@ class StoredState(NamedTuple):
 
 @dataclass(eq=False)
 class StateSet:
-    """The states of one subgroup: a ticket for dense tensors, everything else in memory.
-
-    In a ticket are inner tensors of wrapper subclasses, of which a `Wrapper` is in memory.
-    """
+    """The states of one subgroup: a ticket for dense tensors, everything else in memory."""
 
     #: For each slice, the values that stay in memory (step counters and the like).
     small: list[State]
@@ -219,15 +216,12 @@ class StateSet:
 
 @dataclass(eq=False)
 class Subgroup:
-    """Slices of one parameter group, dtype and device that are updated together.
-
-    Its number is unique within an optimizer; its owner is the data-parallel rank that updates it.
-    """
+    """Slices of one parameter group, dtype and device that are updated together."""
 
     group_index: int
     slices: list[ParameterSlice]
-    number: int = 0
-    owner: int = 0
+    number: int = 0  # Unique within an optimizer
+    owner: int = 0  # The data-parallel rank that updates it
     states: StateSet = field(init=False)
     #: Indices of the slices whose gradient is final in this backward pass.
     ready: set[int] = field(default_factory=set)
