@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from offload_strategy.errors import OffloadError
 
 __all__ = ["main", "program"]
-
-#: What a shell reports for a program that Ctrl-C ended.
-_INTERRUPTED = 130
 
 
 def program() -> int:
@@ -45,24 +41,18 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     except KeyboardInterrupt:
         print("ssd-offload: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Import without garbage collections: torch makes a million objects, and all of them stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        return 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def _parser() -> argparse.ArgumentParser:
-    with _without_collection():
+    # Without garbage collections: torch makes a million objects, and all of them stay.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
         from offload_strategy.cli import bench, doctor, file_commands, init, plan
+    finally:
+        if was_enabled:
+            gc.enable()
     parser = argparse.ArgumentParser(
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )

@@ -32,7 +32,6 @@ _SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
 
-
 _DEVICE = "a directory, or a raw block device (what is on it is lost)"
 _SECONDS = {"type": rate(most=3600), "default": 2.0}
 _OPTIONS: list[Option] = [
@@ -200,8 +199,9 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
         times = (latency.get(key, math.nan) * 1e3 for key in ("median_seconds", "p99_seconds"))
         figures = (f"{it:.2f}".replace("nan", "-") for it in (*_gigabytes(result), *times))
         how = "direct" if result["direct"] else "buffered"
-        row = (result["path"], result["file_system"], how, *figures, f"{result['share']:.0%}")
-        rows.append(row)
+        rows.append(
+            (result["path"], result["file_system"], how, *figures, f"{result['share']:.0%}")
+        )
     if len(rows) > 1:
         print(
             f"{options.backend} backend, {options.threads} threads, blocks of "

@@ -26,7 +26,6 @@ _OLDEST_TORCH = (2, 10)
 _FEW_FILES = 1024
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-
 Status = Literal["ok", "warning", "problem"]
 #: All is well; something costs speed or may surprise; training does not work.
 OK, WARNING, PROBLEM = get_args(Status)
@@ -78,21 +77,15 @@ def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
     if not has_cuda:
         return Check("cuFile", OK, "not used: torch sees no NVIDIA GPU")
     if importlib.util.find_spec("kvikio") is None:
-        return Check(
-            "cuFile",
-            WARNING,
-            "kvikio is not installed: bytes pass through host memory",
-            "for GPUDirect Storage: pip install 'offload-strategy[kvikio]'",
-        )
+        found = "kvikio is not installed: bytes pass through host memory"
+        advice = "for GPUDirect Storage: pip install 'offload-strategy[kvikio]'"
+        return Check("cuFile", WARNING, found, advice)
     try:
         version = (proc / "driver/nvidia-fs/version").read_text().strip()
     except OSError:
-        return Check(
-            "cuFile",
-            WARNING,
-            "the kernel module nvidia-fs is not loaded: cuFile works in its compatibility mode",
-            "for GPUDirect Storage, install nvidia-gds and load nvidia-fs",
-        )
+        found = "the kernel module nvidia-fs is not loaded: cuFile works in its compatibility mode"
+        advice = "for GPUDirect Storage, install nvidia-gds and load nvidia-fs"
+        return Check("cuFile", WARNING, found, advice)
     return Check("cuFile", OK, f"nvidia-fs {version.partition(':')[2].strip() or version}")
 
 
@@ -148,12 +141,8 @@ def check_huge_pages(file: Path = _HUGE_PAGES) -> Check:
     chosen = re.search(r"\[(\w+)\]", text)
     setting = chosen[1] if chosen else text.strip()
     if setting == "never":
-        return Check(
-            "huge pages",
-            WARNING,
-            "transparent huge pages are off (never): moving bytes costs more CPU time",
-            f"as root: echo madvise > {file}",
-        )
+        found = "transparent huge pages are off (never): moving bytes costs more CPU time"
+        return Check("huge pages", WARNING, found, f"as root: echo madvise > {file}")
     return Check("huge pages", OK, f"transparent huge pages: {setting}")
 
 
@@ -163,12 +152,11 @@ def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
     if not has_gpu:
         return Check("locked memory", OK, f"{shown} (not needed without a GPU)")
     if limit is not None and limit < pinned:
-        return Check(
-            "locked memory",
-            WARNING,
-            f"the limit is {shown}, memory.pinned is {format_size(pinned)}",
-            "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        found = f"the limit is {shown}, memory.pinned is {format_size(pinned)}"
+        advice = (
+            "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf"
         )
+        return Check("locked memory", WARNING, found, advice)
     return Check("locked memory", OK, shown)
 
 

@@ -45,12 +45,9 @@ def check_path(
     works = "works" if takes_direct else "switched off by io.direct: false"
     io = Check(f"{path}: direct I/O", OK, works)
     if not takes_direct and direct is not False:
-        io = Check(
-            io.name,
-            WARNING,
-            "is not available: bytes pass through the page cache, which costs memory and CPU",
-            "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false",
-        )
+        found = "is not available: bytes pass through the page cache, which costs memory and CPU"
+        advice = "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false"
+        io = Check(io.name, WARNING, found, advice)
     return [*checks, io, Check(f"{path}: space", OK, f"{format_size(room)} can be used")]
 
 
@@ -108,14 +105,13 @@ def check_devices(paths: Iterable[Path]) -> list[Check]:
 
 def check_together(config: OffloadConfig) -> list[Check]:
     """Check whether the capacities of all tiers fit on their disks, for all local processes."""
+    capacities = [
+        (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
+        for tier in config.tiers
+        for path in tier.paths
+    ]
     try:
-        check_capacities(
-            [
-                (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
-                for tier in config.tiers
-                for path in tier.paths
-            ]
-        )
+        check_capacities(capacities)
     except OffloadError as error:
         return [_refused("capacities", error)]
     return []  # each path has said how much room it has

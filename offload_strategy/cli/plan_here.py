@@ -45,10 +45,8 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
     for file in files.values():
         check_writable(file, options.force)
     options.dir = options.dir or [str(one) for one in usual_directories()]
-    request, space = (
-        request_of(options, shape),
-        Space((options.sequence,), 1 if options.batch is None else options.batch),
-    )
+    request = request_of(options, shape)
+    space = Space((options.sequence,), 1 if options.batch is None else options.batch)
     fastest = search(request, space)
     ways = three_ways(fastest)
     texts = {way: config_yaml(one, options.dir) for way, one in ways.items()}

@@ -66,10 +66,7 @@ def _text(profile: Profile, plan: LifetimePlan, found: StepReplay) -> str:
 
 
 def profile_script(options: argparse.Namespace) -> Profile:
-    """Run the script until its profile is known.
-
-    Raises a ConfigError if it does not exist, or runs no forward passes with an engine.
-    """
+    """Run the script until its profile is known, or raise a ConfigError that says why it is not."""
     file, *arguments = options.script
     if not Path(file).is_file():
         raise ConfigError(f"{file} is no file; give a training script")
@@ -77,12 +74,11 @@ def profile_script(options: argparse.Namespace) -> Profile:
         raise ConfigError(f"--passes is {options.passes}; give 2 or more")
     with profile_run(options.passes) as found:
         _run(file, arguments)
-    profile = found.profile
-    if profile is None:
+    if found.profile is None:
         raise ConfigError(_why(file, found))
     if options.write_profile is not None:
-        profile.save(options.write_profile)
-    return profile
+        found.profile.save(options.write_profile)
+    return found.profile
 
 
 def _run(file: str, arguments: list[str]) -> None:

@@ -76,10 +76,7 @@ def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None
 
 
 def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> int:
-    """Search, print the result and write the config; return 1 if nothing fits.
-
-    Raises a ConfigError if an option is wrong, or the file exists or cannot be written.
-    """
+    """Search, print the result and write the config; return 1 if nothing fits."""
     file = options.write_config
     if file is not None:
         check_writable(file, options.force)
@@ -214,8 +211,7 @@ def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float
         feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
     )  # fmt: skip
 
-    if quickly:
-        sequence = _QUICK_LENGTH
+    sequence = _QUICK_LENGTH if quickly else sequence
 
     def passes(batch: int) -> Callable[[], None]:
         inputs = torch.randn(batch, sequence, width, requires_grad=True)

@@ -88,10 +88,7 @@ def as_drives(paths: Iterable[Drive]) -> Drive:
 
 
 def this_gpu() -> Device | None:
-    """Return the GPU with the figures of the hardware table, or None on a machine without one.
-
-    Raises a ConfigError if the table does not have it.
-    """
+    """Return the GPU as the hardware table has it, or raise a ConfigError; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     seen = torch.cuda.get_device_properties(0)

@@ -93,17 +93,14 @@ def is_memory_filesystem(path: str | os.PathLike[str]) -> bool:
 def is_rotational(
     mount_point: str | os.PathLike[str], devices: Path = Path("/sys/dev/block")
 ) -> bool | None:
-    """Return whether a file system is on a spinning disk.
-
-    The result is None for virtual and loop devices, which always report a spinning disk.
-    """
+    """Return whether a file system is on a spinning disk; None if that is unknown."""
     try:
         number = os.stat(mount_point).st_dev
         folder = devices / f"{os.major(number)}:{os.minor(number)}"
     except (OSError, AttributeError):  # Windows has no numbers of devices
         return None
     if re.match(r"(vd|xvd|loop)", folder.resolve().name):
-        return None
+        return None  # virtual and loop devices always report a spinning disk
     for place in (folder, folder / ".."):  # a partition's queue is in the disk's directory
         try:
             return (place / "queue" / "rotational").read_text().strip() == "1"

@@ -48,10 +48,8 @@ def _problem(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
         case "value_error":
             message = str(detail["ctx"]["error"])
             # A value inside a section is worth repeating, unless the message begins with it.
-            is_section = isinstance(given, dict | list | BaseModel)
-            return (
-                f"{where if is_section or message.startswith(repr(given)) else got + ':'} {message}"
-            )
+            alone = isinstance(given, dict | list | BaseModel) or message.startswith(repr(given))
+            return f"{where if alone else got + ':'} {message}"
         case "model_type" | "dict_type" | "model_attributes_type":
             here = _section(location)
             keys = ", ".join(key for section, key in _all_keys(model) if section == here)

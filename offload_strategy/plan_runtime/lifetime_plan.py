@@ -83,9 +83,7 @@ class LifetimePlan:
         rows = []
         for move in self.moves:
             times = (move.leaves_at, move.gone_at, move.fetch_at, move.needed_at)
-            remark = "" if move.hidden else "waited for"
-            if move.hidden and move.urgent:
-                remark = "urgent"
+            remark = "waited for" if not move.hidden else "urgent" if move.urgent else ""
             seconds = (f"{time:.3f} s" for time in times)
             rows.append((move.name, format_size(move.nbytes), move.place, *seconds, remark))
         head = "tensor | size | to | leaves at | gone at | fetched at | needed at |"
@@ -148,11 +146,10 @@ class _Planner:
 
     def hide(self) -> None:
         """Select moves that computation hides."""
-        path = self._path
 
         def look(move: PlannedMove) -> _Offer | None:
-            written = path.written(move.nbytes, move.leaves_at)
-            return self._offer(move, written, path.read_from(move.nbytes, move.needed_at))
+            written = self._path.written(move.nbytes, move.leaves_at)
+            return self._offer(move, written, self._path.read_from(move.nbytes, move.needed_at))
 
         for number, offer in self._best_first(look):
             move = self._left.pop(number)

@@ -67,16 +67,13 @@ def figures_of(found: StepReplay, updating: float = 0.0) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """One row of a comparison in seconds, bytes, or bytes per second, with a remark for people.
-
-    A figure is None if it was not predicted or not measured.
-    """
+    """One row of a comparison in seconds, bytes, or bytes per second."""
 
     part: str
-    predicted: FiniteFloat | None
-    observed: FiniteFloat | None
+    predicted: FiniteFloat | None  # None if it was not predicted
+    observed: FiniteFloat | None  # None if it was not measured
     unit: Unit
-    remark: str = ""
+    remark: str = ""  # For people
 
     @property
     def ratio(self) -> float | None:
@@ -113,14 +110,11 @@ class PredictionComparison:
 
 @dataclass(frozen=True, slots=True)
 class PredictedStep:
-    """A step of some passes, predicted by a replay of its last pass on the path of the profile.
-
-    Offloaded are the tensors numbered `leaving`, or what a plan decides for a `limit` in bytes.
-    """
+    """A step of some passes, predicted by a replay of its last pass on the path of the profile."""
 
     profile: Profile
-    leaving: Iterable[int] = ()
-    limit: int | None = None
+    leaving: Iterable[int] = ()  # Numbers of the tensors that are offloaded without a limit
+    limit: int | None = None  # Bytes for which a plan decides what is offloaded
     passes: int = 1
 
     @property

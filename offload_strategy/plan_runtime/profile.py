@@ -31,16 +31,14 @@ _Data = TypeVar("_Data")
 
 @dataclass(frozen=True, slots=True)
 class TensorLife:
-    """The lifetime of one tensor within a step.
+    """The lifetime of one tensor within a step."""
 
-    Its name is for people. Uses are the second of its creation, and that of its use in backward,
-    after which it is gone. Until `held_until` its memory is in use even if it was offloaded,
-    because training references it otherwise (a skip connection, an output).
-    """
-
-    name: str
+    name: str  # For people
     nbytes: int
+    # The second of its creation, and that of its use in backward, after which it is gone
     uses: tuple[float, float]
+    # Until when its memory is in use even if it was offloaded, because training references it
+    # otherwise (a skip connection, an output)
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -130,11 +128,8 @@ class Profile:
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step without offload."""
-        changes: list[tuple[float, int]] = []
-        before = 0
-        for moment, nbytes in self.baseline:
-            changes.append((moment, nbytes - before))
-            before = nbytes
+        levels = itertools.pairwise([(0.0, 0), *self.baseline])
+        changes = [(moment, nbytes - before) for (_, before), (moment, nbytes) in levels]
         for tensor in self.tensors:
             begin, end = tensor.uses
             changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]

@@ -62,17 +62,13 @@ class _Kind(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A transfer over a path; `done` is called at its end.
-
-    A transfer that `takes` memory begins only when there is room for so many bytes, unless training
-    waits for it and it is `urgent`.
-    """
+    """A transfer over a path; `done` is called at its end."""
 
     nbytes: int
     write: bool
     done: Callable[[], None]
-    takes: int = 0
-    urgent: bool = False
+    takes: int = 0  # Bytes of memory that must be free when it begins, unless it is urgent
+    urgent: bool = False  # Whether training waits for it
     cancelled: bool = False
     begun: bool = False
 

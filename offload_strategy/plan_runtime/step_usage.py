@@ -12,10 +12,7 @@ from offload_strategy.plan_runtime.profile import PathRates, TensorLife
 
 
 class MemoryCurve:
-    """Required bytes over the time of a step: of tensors, and of baseline memory.
-
-    Baseline memory (`others`) is given as (seconds, bytes), in ascending order.
-    """
+    """Required bytes over a step: of tensors, and of baseline memory, as in `Profile.others`."""
 
     def __init__(
         self,
@@ -58,10 +55,7 @@ class MemoryCurve:
         return gained
 
     def since(self, begin: float, end: float, level: int) -> float:
-        """Return the earliest time from which no more than `level` bytes are required until `end`.
-
-        It is not before `begin`.
-        """
+        """Return from when on, after `begin`, at most `level` bytes are required until `end`."""
         place = bisect_left(self.moments, end) - 1
         while place >= 0 and self.moments[place + 1] > begin:
             if self.levels[place] > level:

@@ -15,30 +15,23 @@ from offload_strategy.units import format_size, markdown_table
 
 @dataclass(frozen=True, slots=True)
 class BlockPass:
-    """A forward or backward pass of a block.
-
-    Bytes are those of its streamed weights, of the weights that are updated, and of their states.
-    """
+    """A forward or backward pass of a block."""
 
     block: str
     backward: bool
-    weights_bytes: int
-    trained_bytes: int = 0
-    states_bytes: int = 0
+    weights_bytes: int  # Of its streamed weights
+    trained_bytes: int = 0  # Of the weights that are updated
+    states_bytes: int = 0  # Of their states
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRow:
-    """I/O while a block computes.
-
-    Weights of some blocks are prefetched, and the states for its update are read; new weights and
-    states of one block are written.
-    """
+    """I/O while a block computes."""
 
     block_pass: BlockPass
-    read_ahead: tuple[str, ...]
-    read_bytes: int
-    written: str | None
+    read_ahead: tuple[str, ...]  # Blocks whose weights are prefetched
+    read_bytes: int  # Of these weights, and of the states for its update
+    written: str | None  # The block whose new weights and states are written
     written_bytes: int
 
 

@@ -83,10 +83,7 @@ class Drive:
 def lifespan_seconds(
     endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = 1.0
 ) -> float:
-    """Return the seconds of training until drives reach their endurance; inf if nothing is written.
-
-    See SSDTrain, section III-D.
-    """
+    """Return the seconds until drives wear out (SSDTrain, section III-D); inf without writes."""
     return endurance_bytes * wear * step_seconds / written_bytes if written_bytes else math.inf
 
 

@@ -109,8 +109,7 @@ class Cores:
     update_rate: float  # Parameters that the optimizer updates in a second
     copy_rate: float  # Bytes that are copied within memory in a second
     process_bytes: int  # Bytes of a training process without the model and what belongs to it
-    # Seconds of a forward and a backward pass for each parameter of a layer, in addition to
-    # the FLOP
+    # Seconds of a forward and a backward pass for each parameter of a layer, besides the FLOP
     pass_seconds: float = 0.0
     # Seconds of computation that are lost for each byte that a path moves
     io_overhead: float = IO_OVERHEAD
@@ -124,9 +123,8 @@ class Cores:
 
     def times(self, count: int) -> Cores:
         """Return so many times as many of these cores."""
-        figures = {
-            name: count * getattr(self, name) for name in ("flops", "update_rate", "copy_rate")
-        }
+        names = ("flops", "update_rate", "copy_rate")
+        figures = {name: count * getattr(self, name) for name in names}
         return replace(self, pass_seconds=self.pass_seconds / count, **figures)
 
     def copy_seconds(self, parameters: int) -> float:
@@ -142,8 +140,7 @@ class CpuRequest:
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives
     memory_bytes: int  # Memory that the process may take
-    # Whether a drive reads and writes at its rates at the same time; otherwise one after the
-    # other
+    # Whether a drive reads and writes at its rates at the same time, not one after the other
     duplex: bool = False
 
     def __post_init__(self) -> None:

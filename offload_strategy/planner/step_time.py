@@ -41,15 +41,12 @@ class StageLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a step, which occurs `times` times.
-
-    `limits` has the seconds that each resource ("computation", "link", "paths") would take if it
-    were the only one.
-    """
+    """One stage of a step, which occurs `times` times."""
 
     name: str
     times: int
     load: StageLoad
+    # Seconds that each resource ("computation", "link", "paths") would take if it were the only one
     limits: Mapping[str, float]
 
     @property
@@ -107,8 +104,7 @@ class Rates:
     link: float = math.inf
     # Seconds of computation that are lost for each byte that a path moves, on the cores that train
     io_overhead: float = 0.0
-    # Whether a path reads and writes at its rates at the same time; otherwise reads and
-    # writes share its time
+    # Whether a path reads and writes at its rates at the same time; otherwise both share its time
     duplex: bool = False
 
     def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:

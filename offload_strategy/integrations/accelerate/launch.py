@@ -36,10 +36,7 @@ _INSTALLED = "_ssd_offload_installed"
 
 
 def install_in_config(config_args: Any) -> None:
-    """Allow the section in launch files; Accelerate would reject it as an unknown key.
-
-    The argument is the module `accelerate.commands.config.config_args`.
-    """
+    """Make the module `accelerate.commands.config.config_args` accept the section."""
     if getattr(config_args, _INSTALLED, False):
         return
     base = config_args.BaseConfig
@@ -104,7 +101,7 @@ def install_in_launcher(launch: Any) -> None:
 def environment_for(path: str | None) -> dict[str, str]:
     """Return the environment variables that carry the section of a launch file.
 
-    None if there is no section, or if the file cannot be read: Accelerate reports that. Raises a
+    Empty if there is no section, or if the file cannot be read: Accelerate reports that. Raises a
     ConfigError if the section is wrong, or the launch file starts something that cannot offload.
     """
     content = _content(path)

@@ -96,8 +96,6 @@ class SSDOffloadPlugin:
 
 
 # ---------------------------------------------------------------------- Accelerator
-
-
 def session_of(accelerator: Any) -> Session | None:
     """Return the session of an `Accelerator`, None if it does not offload."""
     session: Session | None = getattr(accelerator, _SESSION, None)

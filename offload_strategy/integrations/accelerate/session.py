@@ -55,14 +55,11 @@ Original = Callable[..., Any]
 
 
 class Session:
-    """What the methods of an `Accelerator`, which it does not keep alive, do while it offloads.
-
-    Metrics are due after so many optimizer steps (`metrics_every`), 0 for never.
-    """
+    """What the methods of an `Accelerator`, which it does not keep alive, do while it offloads."""
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
         self._config = config
-        self._metrics_every = metrics_every
+        self._metrics_every = metrics_every  # Optimizer steps; 0 for never
         self._accelerator = weakref.ref(accelerator)
         self._engine: OffloadEngine | None = None
         # Not Accelerate's own flag: `evaluate()` before `train()` sets that one as well.
@@ -100,7 +97,6 @@ class Session:
         return accelerator
 
     # ------------------------------------------------------------------ methods of Accelerator
-
     def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
         """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
         self.begin(*objects)
@@ -128,9 +124,8 @@ class Session:
         """Attach the model as Accelerate returns it, unless it is only evaluated."""
         if not evaluation_mode:
             self.begin(model)
-            if self._config.parameters.enabled is True and any(
-                p.is_meta for p in model.parameters()
-            ):
+            is_meta = any(parameter.is_meta for parameter in model.parameters())
+            if self._config.parameters.enabled is True and is_meta:
                 device_placement = False  # `Module.to` refuses what `attach_model` will make
         prepared = original(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode
@@ -207,7 +202,6 @@ class Session:
     load_state = save_state
 
     # ------------------------------------------------------------------ the engine
-
     def begin(self, *objects: Any) -> None:
         """Before these objects are prepared, keep a retired engine or close it."""
         if not self._retired:
@@ -253,8 +247,7 @@ class Session:
             self.engine.attach(model, device=self._owner.device)
         self._attached.add(model)
         hook = WeakHook(self._begin_micro_batch)
-        # After `attach`, whose hook is prepended too: the hint comes before the forward pass it is
-        # about.
+        # After `attach`, whose hook is prepended too: the hint comes before its forward pass.
         self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -303,10 +296,7 @@ class Session:
         self._micro_batch = 0
 
     def metrics(self, now: bool = False) -> dict[str, float]:
-        """Return the metrics for the trackers, empty if they are not due. See [Note: metrics].
-
-        With `now` they are due after any new step.
-        """
+        """Return the metrics if they are due, with `now` after any new step; [Note: metrics]."""
         if self._engine is None or self._engine.closed or self._logged is None:
             return {}
         every = self._metrics_every

@@ -87,9 +87,8 @@ def derived_sections(
     if not derived:
         return {}
     if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
-        derived["sub_group_size"] = max(
-            1, config.memory.pinned_bytes() // (_BUFFERS * _ELEMENT_BYTES)
-        )
+        elements = config.memory.pinned_bytes() // (_BUFFERS * _ELEMENT_BYTES)
+        derived["sub_group_size"] = max(1, elements)
     sections: dict[str, Any] = {_ZERO: derived}
     if _uses_nvme(sections) and deepspeed.get("aio") is None:
         sections["aio"] = _aio(config)

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class GatheredWeights:
-    """The storages of gathered parameters while modules compute.
-
-    Its hooks must run after DeepSpeed's, so create it after `deepspeed.initialize`.
-    """
+    """The storages of gathered parameters; its hooks must be registered after DeepSpeed's."""
 
     def __init__(self, module: nn.Module) -> None:
         # By the address of a storage, which the weights of several parameters may share.

@@ -173,24 +173,15 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
             continue
         registry.register(name, strategy, description=description)
         for stage in strategy.stages:
-            registry.register(
-                f"{name}_stage_{stage}",
-                strategy,
-                description=f"{description}, ZeRO-{stage}",
-                stage=stage,
-            )
+            text = f"{description}, ZeRO-{stage}"
+            registry.register(f"{name}_stage_{stage}", strategy, description=text, stage=stage)
 
 
 class OneDeviceStrategy(EngineStrategy, _Strategy):
-    """A single-device strategy, which becomes a data-parallel one for several devices.
-
-    `ddp` has options of the framework's `DDPStrategy`, for several devices.
-    """
+    """A single-device strategy, which becomes a `DDPStrategy` (with options `ddp`) for several."""
 
     may_stream_weights = True
-    #: The strategy for several devices.
-    parallel_class: type[EngineStrategy]
-    #: The name of the option for precision.
+    parallel_class: type[EngineStrategy]  # for several devices
     precision_option: str
 
     def __init__(
@@ -199,8 +190,7 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
         super().__init__(config, **options)
         self._ddp = dict(ddp or {})
         self._devices: list[torch.device] | None = None
-        # The framework sets it.
-        self.cluster_environment: ClusterEnvironment | None = None
+        self.cluster_environment: ClusterEnvironment | None = None  # The framework sets it
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

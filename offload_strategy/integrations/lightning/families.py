@@ -25,11 +25,7 @@ FABRICS = ("lightning.fabric", "lightning_fabric")
 
 
 def families_in_use(families: Sequence[str], needed_by: str) -> list[str]:
-    """Return those of the families that are imported, else the first one that is installed.
-
-    Raises:
-        ImportError: None is installed.
-    """
+    """Return the imported families, else the first installed one, else raise an ImportError."""
     found = [family for family in families if family in sys.modules]
     found = found or [family for family in families if find_spec(family.partition(".")[0])][:1]
     if not found:

@@ -69,7 +69,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         return engine
 
     # ------------------------------------------------------------------ fit
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Open the engine and wrap the module's optimizers; Lightning calls this only for `fit`.
 
@@ -154,7 +153,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
                 self._engine.end_threads()  # after `fit`, no thread outlives what needed it
 
     # ------------------------------------------------------------------ checkpoints, end
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers into their tiers.
 

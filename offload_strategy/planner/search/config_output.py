@@ -27,10 +27,7 @@ _CLIENTS: dict[str, OffloadedKind] = {
 
 
 def config_yaml(found: SearchResult, directories: Sequence[str]) -> str:
-    """Return the best candidate as a config file that `OffloadConfig.load` reads.
-
-    Raises a ConfigError if nothing fits, or no directory on the drives is named.
-    """
+    """Return the best candidate as a config file, or raise a ConfigError that says why not."""
     if not directories:
         raise ConfigError("search: the config needs a directory on the drives; name at least one")
     sections = _sections(found, directories)
@@ -99,9 +96,7 @@ def _comments(found: SearchResult) -> Iterator[str]:
         yield f"Needs {needed} of {fit.what}, has {available}."
     yield ""
     yield "Your training script has to do the rest:"
-    passes = "1 micro-batch"
-    if settings.micro_batches > 1:
-        passes = f"{settings.micro_batches} micro-batches"
+    passes = f"{settings.micro_batches} micro-batch{'es' if settings.micro_batches > 1 else ''}"
     yield f"- {passes} of {settings.micro_batch} x {settings.sequence} tokens a step"
     again, layers = settings.recomputed_layers, model.shape.layers
     if again == layers:

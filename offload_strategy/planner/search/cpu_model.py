@@ -170,16 +170,12 @@ class CpuModel(SearchModel):
 
 
 class _Moment(NamedTuple):
-    """Bytes at a moment of backward; see [Note: memory of a step on the CPU].
+    """Bytes at a moment of backward; see [Note: memory of a step on the CPU]."""
 
-    In use besides saved tensors and finished gradients; saved and still needed; of these what may
-    be on the drives at this moment; and finished gradients.
-    """
-
-    others: float
-    saved: float
-    away: float
-    done: float
+    others: float  # In use besides saved tensors and finished gradients
+    saved: float  # Saved and still needed
+    away: float  # Of these what may be on the drives at this moment
+    done: float  # Finished gradients
 
 
 @dataclass(slots=True)
@@ -211,9 +207,8 @@ class _CpuPlacement:
         #: Share of the states that is still to be written when backward ends.
         self._late = 0.0
         if settings.offloads_optimizer:
-            self._subgroup = subgroup_size(
-                sizes.parameters, each + ELEMENT_BYTES, self._room // SUBGROUPS_SHARE
-            )
+            memory = self._room // SUBGROUPS_SHARE
+            self._subgroup = subgroup_size(sizes.parameters, each + ELEMENT_BYTES, memory)
             if commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
@@ -236,9 +231,7 @@ class _CpuPlacement:
         request = self._model.request
         offloaded = self._splits(kept)
         disk = sum(split.ssd_bytes for split in offloaded.values())
-        read_ahead = 0
-        if kept.left:
-            read_ahead = min(kept.left, 2 * self._sizes.saved_layer) + _SLACK_BYTES
+        read_ahead = min(kept.left, 2 * self._sizes.saved_layer) + _SLACK_BYTES if kept.left else 0
         return Placement(
             settings=self._settings,
             offloaded=offloaded,

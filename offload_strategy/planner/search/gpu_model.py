@@ -136,8 +136,7 @@ class GpuModel(SearchModel):
         share = settings.recomputed_layers / layers
         inputs = settings.recomputed_layers * sizes.layer_input
         saved = int(sizes.saved * (1 - share)) + inputs
-        whole = settings.recomputed_layers < layers
-        last = sizes.saved_layer if whole else sizes.layer_input
+        last = sizes.saved_layer if settings.recomputed_layers < layers else sizes.layer_input
         movable = int(sizes.movable * (1 - share))
         movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
         weights = parameters = sizes.parameters
@@ -155,9 +154,7 @@ class GpuModel(SearchModel):
             return 0, base + saved
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
-        if not left:
-            return 0, base + saved
-        return left, base + saved + last - left
+        return left, base + saved + (last - left if left else 0)
 
     def _staging_bytes(
         self, settings: Settings, sizes: ModelSizes, in_flight: int, left: int
@@ -203,8 +200,7 @@ class GpuModel(SearchModel):
         update = _fetch(states, placed) + _send(states, placed)
         if settings.overlap == "commit":
             waiting = placement.split("waiting")
-            # Gradients and new weights.
-            update += _send(2 * weights, waiting)
+            update += _send(2 * weights, waiting)  # gradients and new weights
             if settings.streams_weights:
                 # From where they wait to where the old weights are.
                 read, written = weights * waiting.ssd_share, weights * streamed.ssd_share

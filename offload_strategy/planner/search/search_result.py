@@ -12,12 +12,7 @@ from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import WEARS, lifespan_seconds
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.settings import (
-    OffloadedKind,
-    Placement,
-    Settings,
-    StateType,
-)
+from offload_strategy.planner.search.settings import OffloadedKind, Placement, Settings, StateType
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
 from offload_strategy.units import (
@@ -146,14 +141,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Settings that do not fit because of one resource, such as "host memory".
-
-    Each is counted for the first resource that it lacks; the bytes are those of the nearest.
-    """
+    """Settings that do not fit because of one resource, such as "host memory"."""
 
     what: str
-    count: int
-    needed_bytes: int
+    count: int  # Each counts for the first resource that it lacks
+    needed_bytes: int  # Of the nearest settings
     available_bytes: int
 
     def __str__(self) -> str:
@@ -167,8 +159,7 @@ class SearchResult:
 
     model: Model  # Model and machine
     space: Space  # The space that was searched
-    # The best settings of each kind (what is offloaded, whether layers are recomputed, when
-    # the update runs), the best first
+    # The best of each kind (what is offloaded, whether layers are recomputed, overlap), best first
     candidates: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]  # Why other settings do not fit
     tried: int  # How many settings were tried
@@ -256,9 +247,8 @@ class SearchResult:
             )
             for one in self.candidates
         )
-        return markdown_table(
-            " | ".join([head, *(fit.what for fit in self.best.placement.fits)]), rows
-        )
+        heads = [head, *(fit.what for fit in self.best.placement.fits)]
+        return markdown_table(" | ".join(heads), rows)
 
     def _places(self) -> str:
         """Return where the tensors of the best settings are that have left the device."""

@@ -29,11 +29,7 @@ from offload_strategy.planner.saved_tensor_bytes import (
     layer_activation_bytes,
 )
 from offload_strategy.planner.step_time import StageLoad, StepTime
-from offload_strategy.planner.transformer_shape import (
-    TransformerShape,
-    positive,
-    require_positive,
-)
+from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
 StateType = Literal["float32", "bfloat16"]
@@ -155,21 +151,16 @@ class Placement:
 
 
 class ModelSizes(NamedTuple):
-    """Sizes that follow from the model and the work of a micro-batch alone.
-
-    The first three count parameters, the others bytes: what all layers save for backward and what
-    of it is large enough to be offloaded, what the largest layer saves, the input of a layer, and
-    the logits of one sequence.
-    """
+    """Sizes that follow from the model and the work of a micro-batch alone."""
 
     parameters: int
-    layer_parameters: int
-    ends: int
-    saved: int
-    movable: int
-    saved_layer: int
-    layer_input: int
-    logits: int
+    layer_parameters: int  # Of the largest layer
+    ends: int  # Parameters of embedding and head
+    saved: int  # Bytes that all layers save for backward
+    movable: int  # Of these, what is large enough to be offloaded
+    saved_layer: int  # Bytes that the largest layer saves
+    layer_input: int  # Bytes
+    logits: int  # Bytes, of one sequence
 
 
 @functools.lru_cache(maxsize=4096)

@@ -43,14 +43,9 @@ _BLOCKS_IN_FLIGHT = (3, 2)
 _OFFLOADS = ((False, False), (True, False), (True, True))
 
 
-def model_of(request: Request | CpuRequest) -> Model:
-    """Return the model of a run on this machine."""
-    return CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
-
-
 def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     """Find the settings with the highest throughput; see [Note: the order of settings]."""
-    model = model_of(request)
+    model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     candidates = _Candidates(model, space.tolerance)
     choices = [*_choices(model, space)]
     for settings in Progress("search", unit=" settings", iterable=choices):
@@ -105,14 +100,12 @@ class _Candidates:
         batch = min(map(self._batch_cost, wanted))
         same = [one for one in wanted if self._batch_cost(one) == batch]
         fastest = max(one.tokens_per_second for one in same)
-        return min(
-            (one for one in same if one.tokens_per_second >= fastest * (1 - _AS_FAST)), key=_cost
-        )
+        fast = [one for one in same if one.tokens_per_second >= fastest * (1 - _AS_FAST)]
+        return min(fast, key=_cost)
 
     def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
-        settings = found.settings
-        tokens = settings.tokens
-        return tokens // settings.micro_batches < self._model.busy_tokens, tokens
+        tokens = found.settings.tokens
+        return tokens // found.settings.micro_batches < self._model.busy_tokens, tokens
 
     def _refuse(self, placement: Placement) -> None:
         if self.nearest is None or placement.shortage < self.nearest.shortage:
@@ -169,18 +162,15 @@ def _choices(model: Model, space: Space) -> Iterator[Settings]:
 def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
     """Yield batches with their numbers of micro-batches."""
     if space.batch is not None:
-        for micro_batches in _divisors(space.batch):
-            yield space.batch, micro_batches
+        for micro_batches in range(1, space.batch + 1):
+            if space.batch % micro_batches == 0:
+                yield space.batch, micro_batches
         return
     most = space.most(sequence)
     for micro in _round_numbers(most):
         for times in _MICRO_BATCHES:
             if micro * times <= most:
                 yield micro * times, times
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _round_numbers(most: int) -> Iterator[int]:
