@@ -38,8 +38,7 @@ _FIRST_BACKLOG_BYTES = 64 * MiB
 _SOON = 0.1
 #: Share of what left by which one late pass lowers the limit at most.
 _CHANCE = 0.2
-#: By how much an automatic limit grows in a step that had no need to wait, at first; twice as much
-#: after each further one.
+#: By how much a limit grows in a step that had no need to wait; twice as much after each further.
 _GROWTH = 0.02
 #: Steps after which the amount is told.
 _SETTLED = 5
@@ -157,13 +156,11 @@ class AutomaticBudget(Budget):
             of_small_pass = min(of_small_pass, int(rate * _SMALL_PASS_SECONDS))
         share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
         self._backlog = min(share, self._most_backlog)
-        allowance = ALLOWANCE * trace.seconds
-        self._allowance_seconds = allowance
+        allowance = self._allowance_seconds = ALLOWANCE * trace.seconds
         self._soon_seconds = _SOON * trace.seconds
         late = trace.waited > allowance
         if late:
-            # A path without a known rate, as that of host memory, has at least moved all of it
-            # in about half of the step.
+            # A path without a known rate (host memory) has moved all of it in about half a step.
             rate = self._writes.rate(write=False) or 2 * left / trace.seconds
             lost = min(left, rate * (trace.waited - allowance))
             self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))

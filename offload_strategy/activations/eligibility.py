@@ -81,16 +81,14 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
     if kind is not None and kind is not Stays.QUANTIZED:
         return kind
     if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
-        # An address of zero, which nobody may read from: sharded training takes the memory of
-        # storages away.
+        # An address of zero must not be read: sharded training takes the memory of storages away.
         return Stays.EMPTY
     return Stays.WEIGHT if _is_form_of_weight(tensor, is_weight) else kind
 
 
 def _kind(tensor: torch.Tensor) -> Stays | None:
     """Return why tensors with such dispatch keys stay, whatever their sizes and values."""
-    # The order matters: a nested tensor calls itself strided, and a wrapped one answers for what it
-    # wraps.
+    # The order matters: a nested tensor calls itself strided, a wrapped one answers for another.
     if tensor.is_nested:
         return Stays.NESTED
     if tensor.layout is not torch.strided:

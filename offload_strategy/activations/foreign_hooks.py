@@ -34,7 +34,6 @@ _autograd: Any = torch._C._autograd
 _KEYS = torch._C._TorchDispatchModeKey
 _TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
-
 #: Part of the names of modules that define such hooks: TRL's, and those that it was made after.
 _OFFLOADERS = "activation_offload"
 _ADVICE = (

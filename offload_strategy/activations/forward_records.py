@@ -61,12 +61,10 @@ class Trace:
     #: Until when offloaded items stayed in memory because others referenced them, without the
     #: seconds for which training had waited; None if nobody did.
     held_until: dict[int, float | None] = field(default_factory=dict)
-    #: Bytes of items in memory, also of those that were loaded ahead, after each was saved and
-    #: after each of the `uses`.
+    #: Bytes of items in memory, loaded ahead or not, after each save and after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
-    #: Whether an accelerator computes the pass, and its events if the pass is timed by it; see
-    #: [Note: clocks].
+    #: Whether an accelerator computes the pass, and its events if it is timed; [Note: clocks].
     on_device: bool = False
     device_times: DeviceTimes | None = None
     _storages: list[StorageReference] = field(default_factory=list)
@@ -211,13 +209,8 @@ class SavedItem:
     @property
     def still_to_load(self) -> bool:
         """Whether a view is still to be unpacked and no load of its bytes has started."""
-        ticket = self.ticket
-        return (
-            ticket is not None
-            and ticket.state is TicketState.STORED
-            and self.cached is None
-            and self.has_pending_views
-        )
+        stored = self.ticket is not None and self.ticket.state is TicketState.STORED
+        return stored and self.cached is None and self.has_pending_views
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -279,8 +272,7 @@ class ForwardRecord:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
         storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, nbytes)
-        if nbytes > self.largest:
-            self.largest = nbytes
+        self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)
         item = SavedItem(self, number, span, nbytes, watched, tensor._version)
         reference = weakref.ref(item)

@@ -84,11 +84,8 @@ def _leave_last() -> None:
 def leave_interrupted_calls(own: nn.Module | None = None, beginning: int = 0) -> None:
     """Leave the scopes of this thread whose calls were ended by a KeyboardInterrupt.
 
-    Torch runs hooks that are "always called" only for subclasses of Exception.
-
-    Args:
-        own: a module of which calls count that have no number, as compiled ones.
-        beginning: calls of `own` that are under way and have no scope yet.
+    Torch runs hooks that are "always called" only for subclasses of Exception. Of the module `own`
+    calls without a number, as compiled ones, count, and `beginning` calls have no scope yet.
     """
     scopes = _open_scopes()
     while scopes:
@@ -102,10 +99,7 @@ def leave_interrupted_calls(own: nn.Module | None = None, beginning: int = 0) ->
 
 
 class _Scopes:
-    """Opens and closes the scopes of one module.
-
-    It is a forward pre-hook and a forward hook. A copy or a pickle of it does nothing.
-    """
+    """The forward pre-hook and the forward hook of one module; a copy or a pickle does nothing."""
 
     def __init__(self, offload: ActivationOffload | None = None, owner: Any = None) -> None:
         self._offload: Any = offload
@@ -136,8 +130,7 @@ class _Scopes:
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
             hooks = self._offload.enter() if trains else None
-            scope = _OpenScope(weakref.ref(module), calls[:1], self._offload, hooks)
-            _open_scopes().append(scope)
+            _open_scopes().append(_OpenScope(weakref.ref(module), calls[:1], self._offload, hooks))
 
     def _close(self, module: nn.Module) -> None:
         """Close the scope of a call that ends, or raised."""

@@ -3,14 +3,12 @@
 [Note: the interpreter lock]
 If a call into torch releases the interpreter lock, I/O threads that were just woken acquire it, and
 training waits for them. So calls into torch come before calls that wake threads: giving bytes to
-the store and prefetching come last, and the threads start during the operation that training runs
-next.
+the store and prefetching come last, and the threads start during training's next operation.
 
 [Note: version counters]
 Under saved-tensor hooks autograd does not check whether a saved tensor was changed in place
 afterwards, which would give wrong gradients in silence; so the check is made here. What is unpacked
-shares the counter of what was saved: a backward that changes it in place is seen by everyone who
-saved these bytes.
+shares the counter of what was saved: all who saved these bytes see a backward that changes them.
 """
 
 from __future__ import annotations

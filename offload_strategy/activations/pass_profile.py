@@ -25,8 +25,7 @@ from offload_strategy.torch_support.modules import running_calls
 
 #: Kinds of items whose names are remembered.
 _MOST_NAMES = 65536
-#: Kinds of passes that are remembered, and passes of each kind after the first, which warms up
-#: caches, allocator and threads.
+#: Kinds of passes that are remembered, and passes of each after the first, which warms caches up.
 _MOST_KINDS, _PASSES = 8, 12
 #: Passes count only if their moved bytes differ by this share of what they save.
 _LEAST_DIFFERENCE = 0.15
@@ -52,16 +51,14 @@ class SavedTensorNames:
             return
         if len(self._names) >= _MOST_NAMES:
             self._names.clear()
+        _, module = next(running_calls(), (0, None))
+        name = "" if module is None else self._modules.get(module, type(module).__name__)
         looks = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        self._names[prefix] = f"{self._running()} {looks}".strip()
+        self._names[prefix] = f"{name} {looks}".strip()
 
     def of(self, prefix: int) -> str | None:
         """Return the name of an item, or None."""
         return self._names.get(prefix)
-
-    def _running(self) -> str:
-        _, module = next(running_calls(), (0, None))
-        return "" if module is None else self._modules.get(module, type(module).__name__)
 
 
 class IoOverhead:
@@ -118,10 +115,7 @@ class PassProfiler:
     held_until: dict[int, float] = field(default_factory=dict)
 
     def profile(
-        self,
-        trace: Trace,
-        ended_at: float | None = None,
-        busy: Sequence[tuple[float, float]] = (),
+        self, trace: Trace, ended_at: float | None = None, busy: Sequence[tuple[float, float]] = ()
     ) -> Profile:
         """Return the profile of a pass, of which backward has used an item, without its waits.
 

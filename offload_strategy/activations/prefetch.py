@@ -1,9 +1,8 @@
 """Prefetching for backward: in the learned order of use, and as late as is safe.
 
 An item that is loaded early occupies memory for longer; training waits for one that is loaded late.
-With learned times an item is loaded if, by the measured bandwidth with a margin, the next
-opportunity (the next use of an item) would be too late. The margin grows when backward had to wait,
-and shrinks slowly.
+With learned times an item is loaded if, by the measured bandwidth with a margin, the next use of an
+item would be too late to begin. The margin grows when backward had to wait, and shrinks slowly.
 
 [Note: which pass is next]
 Several passes may be in flight, and their backwards may run in any order: an interleaved pipeline
@@ -129,8 +128,7 @@ class Prefetcher:
         self._latest: tuple[int, Trace] | None = None
         # Passes that the host has launched, of which the device has not told all times.
         self._untimed: deque[Trace] = deque(maxlen=_MOST_UNTIMED)
-        # Seconds from the last use of a pass to the next pass: the rest of backward, and everything
-        # between two passes.
+        # Seconds from the last use of a pass to the next: the rest of backward, and all in between.
         self._tail: float | None = None
         #: Items that were needed before their load started, and before it ended.
         self.missed_loads = 0
@@ -259,8 +257,7 @@ class Prefetcher:
 
     # ------------------------------------------------------------------ learning
     def _learn_open(self) -> None:
-        # The end of a backward that does not use every item (as with LoRA) shows only by what
-        # follows it.
+        # Only what follows shows that a backward has ended that uses not all items (as with LoRA).
         for serial, trace in list(self._open.items()):
             self._learn(trace)
             if len(self._open) > _MOST_OPEN:

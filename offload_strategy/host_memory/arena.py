@@ -46,8 +46,7 @@ def can_be_used() -> bool:
     if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
         return False
     with contextlib.suppress(OSError):
-        rule = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
-        return rule != _STRICT
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != _STRICT
     return False
 
 
@@ -112,8 +111,7 @@ class Arena:
         """Lend a range.
 
         Memory that is idle is taken first. Where more is needed than the `room` bytes by which
-        `held_bytes` may grow, idle memory elsewhere goes back to the system for it. None if that
-        does not suffice.
+        `held_bytes` may grow, idle memory elsewhere goes back to the system. None without enough.
         """
         size = round_up(nbytes, PAGE_BYTES)
         best = min(self._places(size), default=None)

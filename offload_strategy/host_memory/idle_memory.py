@@ -8,8 +8,7 @@ released; without idle buffers, and with what is acquired after that, it is what
 Idle buffers stay mapped as long as the process is smaller than what it needed in one of the last
 steps or in this one. In a forward pass, the largest growth between two measurements counts as
 needed in advance: while a loss is computed from large logits, no buffer is acquired or released.
-Clients that read and write alternately may allow more idle memory: the next request uses what the
-last one released.
+Clients that read and write alternately may allow more: a request uses what the last one released.
 """
 
 from __future__ import annotations

@@ -239,15 +239,12 @@ class BufferPool:
         """Return the size of an idle buffer that serves the request, or None."""
         if self._idle.get(size):
             return size
-        return min(
-            (
-                other
-                for other, buffers in self._idle.items()
-                if size < other <= size * (1 + _SPARE)
-                and len(buffers) > self._planned.get(other, 0)
-            ),
-            default=None,
+        larger = (
+            other
+            for other, buffers in self._idle.items()
+            if size < other <= size * (1 + _SPARE) and len(buffers) > self._planned.get(other, 0)
         )
+        return min(larger, default=None)
 
     def _collect(self) -> None:
         while self._returned:

@@ -80,9 +80,8 @@ class TensorStore:
         """Offload the bytes of a contiguous tensor, which must not change any more.
 
         It goes to the first tier that has room. `whole_pages` writes whole memory pages around it
-        if direct I/O would otherwise need a copy. A ticket that it `replaces` is freed when the new
-        one is current, or the other way round: if that is in host memory, the tier holds both until
-        then.
+        if direct I/O would otherwise need a copy. A ticket that it `replaces` is freed once the new
+        one is current, or the other way round: in host memory, the tier holds both until then.
 
         Raises TierFullError if no tier has room, StorageError if an earlier write failed.
         """
@@ -105,8 +104,7 @@ class TensorStore:
         `next_uses` are the times of their next reads on a clock that all tickets of these tiers
         share: in a host tier, tickets with a later next use are evicted to make room; with None
         one neither evicts others nor is evicted. `hints` are `whole_pages` and
-        `one_block_at_a_time`; `compute` is the stream that produced them, if that is not the
-        current one.
+        `one_block_at_a_time`; `compute` is the stream that produced them, if not the current one.
         """
         self._check_usable()
         self._collect()
@@ -165,8 +163,7 @@ class TensorStore:
         """Start to copy tickets' bytes to the devices that they came from.
 
         Those that are not in host memory, or did not come from an accelerator, are left out;
-        returns whether there are none of them. The copies start when the device has executed what
-        this thread has launched so far.
+        returns whether there are none. The copies start after what this thread has launched so far.
         """
         return self._reader.stage([ticket.entry for ticket in tickets])
 
@@ -316,6 +313,5 @@ class TensorStore:
         if self._registry.closed:
             raise OffloadError("the offload engine is closed")
         self._registry.check_process()
-        failure = self._writer.failure
-        if failure is not None:
+        if (failure := self._writer.failure) is not None:
             raise reports.again(failure) from failure.__cause__

@@ -114,8 +114,7 @@ class Entry:
     state: TicketState = TicketState.IN_MEMORY
     #: Flat uint8 tensor with the bytes, where a copy is in memory.
     payload: torch.Tensor | None = None
-    #: The device tensor that a copy to the host is still reading, where it is counted, and the
-    #: copy's end.
+    #: The device tensor that a copy to the host still reads, where it counts, and the copy's end.
     source: torch.Tensor | None = None
     window: SourceWindow | None = None
     copied: torch.Event | None = None

@@ -31,8 +31,7 @@ class MemoryTier(Tier):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name)
         self.capacity = capacity
-        # Heap of (-next use, sequence, entry), latest use first. Entries that were evicted are
-        # skipped when they come up.
+        # Heap of (-next use, sequence, entry), latest use first. Evicted entries are skipped.
         self._residents: list[tuple[float, int, Entry]] = []
         self._sequence = itertools.count()
         self._swept_at = _SWEPT_AT

@@ -61,13 +61,12 @@ def json_for_others(content: Any, **options: Any) -> str:
 def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> dict[str, Any]:
     """Return the trace as an object for JSON; see `write_trace`."""
     pid = os.getpid()
-    tracks: list[tuple[str, list[_Event]]] = []
     counters: list[_Event] = []
 
     waits: dict[str, list[_Event]] = defaultdict(list)
     for stall in stalls:
         waits[stall.client].append(_slice(stall, "stall", {}))
-    tracks += [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
+    tracks = [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
 
     by_path: dict[tuple[str, str, Direction], list[MoveRecord]] = defaultdict(list)
     for move in moves:
@@ -162,12 +161,11 @@ def _counter(
         at[moment] += change
     events: list[_Event] = []
     value = 0
-    for moment in sorted(at):
-        if at[moment] == 0:
-            continue
-        value += at[moment]
-        shown = {"value": value * scale}
-        events.append({"ph": "C", "name": name, "pid": pid, "ts": moment, "args": shown})
+    for moment, change in sorted(at.items()):
+        if change:
+            value += change
+            shown = {"value": value * scale}
+            events.append({"ph": "C", "name": name, "pid": pid, "ts": moment, "args": shown})
     return events
 
 

@@ -22,12 +22,8 @@ class PrometheusMetrics:
     ``offload/tier/ssd/used_bytes`` becomes ``offload_tier_used_bytes{tier="ssd"}``. Of several
     engines of one process that name the same port, the newest open one is served.
 
-    Args:
-        port: TCP port, on all addresses of the machine.
-        read: returns the metrics.
-
-    Raises:
-        ConfigError: prometheus-client is not installed, or the port cannot be opened.
+    The TCP `port` is that of all addresses of the machine; `read` returns the metrics. Raises
+    ConfigError if prometheus-client is not installed, or the port cannot be opened.
     """
 
     def __init__(self, port: int, read: Callable[[], Mapping[str, float]]) -> None:

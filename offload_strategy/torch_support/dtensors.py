@@ -44,13 +44,9 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     if value.dim() == 0 or value.shape != local_tensor(parameter).shape:
         return value
     sharded: Any = parameter
+    mesh, placements = sharded.device_mesh, sharded.placements
     return DTensor.from_local(
-        value,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
 
 

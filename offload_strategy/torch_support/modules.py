@@ -21,8 +21,7 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 class WeakHook:
     """A callback that calls a method while its object lives, and then does nothing.
 
-    Arguments in `first` come before those of the hook. A copy or a pickle, which comes with a copy
-    of the module, does nothing either.
+    Arguments in `first` precede the hook's. A copy or pickle, with its module, does nothing either.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
@@ -39,10 +38,7 @@ class WeakHook:
 
 
 def running_calls() -> Iterator[tuple[int, Any]]:
-    """Yield the calls of modules on this thread's stack, innermost first: a number and the module.
-
-    The number tells a call apart from the others that are under way.
-    """
+    """Yield calls of modules on this thread's stack, innermost first: unique number, and module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:

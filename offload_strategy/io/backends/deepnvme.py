@@ -174,8 +174,7 @@ def _load() -> Any:
     global _loaded
     with _loading:
         if _loaded is None:
-            reason = unavailable_reason()
-            if reason is not None:
+            if (reason := unavailable_reason()) is not None:
                 raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
             _loaded = _build()
             _write_first(_loaded)

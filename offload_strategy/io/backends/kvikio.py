@@ -60,8 +60,7 @@ class KvikioBackend(PosixBackend):
     max_adjacent = 1  # cuFile takes one piece of memory
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        reason = unavailable_reason()
-        if reason is not None:
+        if (reason := unavailable_reason()) is not None:
             raise ConfigError(f"io.backend: kvikio cannot run here: {reason}. Use 'auto'.")
         super().__init__(threads=threads, block_size=block_size)
         kvikio = _cufile()
@@ -71,8 +70,7 @@ class KvikioBackend(PosixBackend):
         # kvikio moves the bytes on its own threads, and restarts them when their number changes.
         if kvikio.defaults.get("num_threads") < 2 * threads:
             kvikio.defaults.set("num_threads", 2 * threads)
-        # Below its threshold kvikio copies through the page cache, where a later write error is
-        # reported to nobody.
+        # Below it kvikio copies through the page cache, where nobody learns of a late write error.
         kvikio.defaults.set("gds_threshold", 0)
         self._open = kvikio.CuFile
         self._files: dict[tuple[int, int, int], Any] = {}

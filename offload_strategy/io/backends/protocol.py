@@ -39,8 +39,7 @@ class BlockRequest:
 class Backend(ABC):
     """Moves blocks between files and memory; requests complete in any order."""
 
-    #: How many requests are worth having in flight in each direction. Reads and writes do not take
-    #: each other's slots.
+    #: How many requests are worth having in flight in each direction, besides those of the other.
     depth: int
     #: Bytes that one request may carry at most.
     block_size: int
@@ -93,9 +92,8 @@ def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
         raise ConfigError(
             f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
         )
-    create = getattr(_module(name), _BACKENDS[name])
-    backend: Backend = create(threads=threads, block_size=block_size)
-    return backend
+    create: Callable[..., Backend] = getattr(_module(name), _BACKENDS[name])
+    return create(threads=threads, block_size=block_size)
 
 
 def available_backends() -> dict[str, str | None]:

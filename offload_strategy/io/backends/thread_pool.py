@@ -26,7 +26,6 @@ IDLE_SECONDS = 1.0
 #: A warning is logged when a job on the calling thread (`run_queued`) takes longer than this.
 SILENT_SECONDS = 30.0
 
-
 _Job = Callable[[], None]
 _Died = Callable[[BaseException], None] | None
 
@@ -89,8 +88,7 @@ class ThreadPool:
     def run_queued(self, what: str) -> bool:
         """Run one queued job on the calling thread, which has nothing else to do; False if none is.
 
-        To wake a thread for a small job takes longer than the job. A warning that the job takes
-        long names `what`.
+        To wake a thread for a small job takes longer than the job. A warning about it names `what`.
         """
         with self._lock:
             if not self._jobs:

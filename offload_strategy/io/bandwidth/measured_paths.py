@@ -78,13 +78,10 @@ class MeasuredPaths:
     def comparisons(self) -> Iterator[RateComparison]:
         """Compare each direction of each path with what was known of it."""
         for queue, path in self._paths.items():
+            place = Path(path.identity.path)
             for direction in Direction:
-                yield RateComparison(
-                    Path(path.identity.path),
-                    direction,
-                    path.known.get(direction),
-                    _observed(queue, direction),
-                )
+                known, observed = path.known.get(direction), _observed(queue, direction)
+                yield RateComparison(place, direction, known, observed)
 
     def save(self) -> None:
         """Save what the run has observed for the next one, once. Never fails."""

@@ -117,8 +117,7 @@ def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
 class _Measurement:
     """The extent, the memory and the moves of one measurement.
 
-    Moves keep the memory alive, even on a device that never answers. The extent is freed only when
-    nothing is in flight any more.
+    Moves keep the memory alive, even if a device never answers; the extent is freed after them.
     """
 
     def __init__(
@@ -268,10 +267,9 @@ def _note_end(ended: queue.SimpleQueue[tuple[int, Move, float]], slot: int, move
 
 
 def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
-    """Private memory of `slots` times `nbytes` random bytes.
+    """Private memory of `slots` times `nbytes` random bytes, which are rotated for each slot.
 
-    The random bytes are made once and rotated for each slot. No two pages are equal, so a drive
-    that compresses or deduplicates gains nothing.
+    No two pages are equal, so a drive that compresses or deduplicates gains nothing.
     """
     memory = map_private(slots * nbytes)
     block = os.urandom(nbytes)

@@ -27,13 +27,9 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class BlockCipher:
-    """Encrypts the blocks of all paths of an engine; see [Note: encrypted blocks].
+    """Encrypts the blocks, of `block_size` bytes at most, of all paths of an engine.
 
-    Args:
-        block_size: bytes that a block has at most.
-
-    Raises:
-        ConfigError: the package `cryptography` is not installed, or too old.
+    Raises ConfigError if the package `cryptography` is not installed, or too old.
     """
 
     def __init__(self, block_size: int) -> None:

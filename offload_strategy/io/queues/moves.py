@@ -192,13 +192,9 @@ class Move:
         on_end = self.on_end
         # Parts and move refer to each other: what it held must not wait for a garbage collection.
         self.keep_alive = None
-        self.on_end = _nothing
+        self.on_end = lambda move: None
         on_end(self)
         # It may hold the memory, which a waiting thread may free and want again at once.
         del on_end
         self.parts = []
         self.ended.set()
-
-
-def _nothing(move: Move) -> None:
-    return

@@ -220,9 +220,6 @@ class PathLockHolder:
             self._lock.acquire()
         except (OSError, ValueError) as error:  # ValueError: closed meanwhile
             if not self._closed:
-                logger.warning(
-                    "%s: the path lock does not work there (%s); continuing without it",
-                    self._lock.path,
-                    error,
-                )
+                text = "%s: the path lock does not work there (%s); continuing without it"
+                logger.warning(text, self._lock.path, error)
         self._on_acquired()

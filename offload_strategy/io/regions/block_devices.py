@@ -50,8 +50,7 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
     """Open a block device exclusively, and check that there is no data on it, unless `overwrite`.
 
     Returns the descriptor, and how many bytes from `HEAD_BYTES` on may be written, in whole pages.
-    With `direct` False, I/O goes through the page cache. Raises ConfigError if the device cannot be
-    used.
+    With `direct` False, I/O goes through the page cache. Raises ConfigError if it cannot be used.
     """
     where = f"tier {tier!r} (tiers[].path)"
     flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -120,10 +119,8 @@ def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | Non
             ) from error
         listed = ""
     kinds = {line.rpartition(",")[2] for line in listed.splitlines() if not line.startswith("#")}
-    if b"EFI PART" in (
-        tail[-512:][:8],
-        tail[:8],
-    ):  # wipefs does not look there if the head is empty
+    # wipefs does not look there if the head is empty.
+    if b"EFI PART" in (tail[-512:][:8], tail[:8]):
         kinds.add("gpt")
     if kinds:
         return f"signatures of {', '.join(sorted(kinds))}"
