@@ -72,8 +72,7 @@ class OffloadedTensor:
         self.strides = tensor.stride()
         self.dtype = dtype = tensor.dtype
         self.offset_bytes = int(tensor.storage_offset()) * dtype.itemsize - item.range.start
-        # Flags beside the bytes: conjugation, and the negated imaginary part of a conjugate, are
-        # put off until somebody computes with them.
+        # Flags beside the bytes: conjugation and negation wait until somebody computes with them.
         self.conjugated = dtype.is_complex and tensor.is_conj()
         self.negated = tensor.is_neg()
         # A detached alias shares the version counter; pointing it at nothing lets the data go.

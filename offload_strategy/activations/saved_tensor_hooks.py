@@ -1,7 +1,6 @@
 """Saved-tensor hooks: pack offloads the bytes of a tensor, unpack rebuilds it from them.
 
-The tensor cache of SSDTrain (section 3) as two functions for
-`torch.autograd.graph.saved_tensors_hooks`.
+The tensor cache of SSDTrain (section 3) for `torch.autograd.graph.saved_tensors_hooks`.
 """
 
 from __future__ import annotations

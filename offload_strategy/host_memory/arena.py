@@ -214,11 +214,7 @@ class PinnedSlabs:
         self.lent_bytes = 0
 
     def acquire(self, nbytes: int, room: int) -> Lent | None:
-        """Lend a part of a slab.
-
-        The smallest free range that fits is taken; without one, a slab is registered if
-        `held_bytes` may grow by its `room` bytes. Otherwise None.
-        """
+        """Lend the smallest free range that fits, else a part of a new slab within `room`."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         fitting = (
             (end - begin, number, begin)

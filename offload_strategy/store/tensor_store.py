@@ -30,10 +30,7 @@ _COLLECT_BYTES = 1 * MiB
 
 
 class TensorStore:
-    """Immutable tickets over tiers.
-
-    At most `write_behind` bytes wait to be written; a `put` beyond that waits (back-pressure).
-    """
+    """Immutable tickets over tiers; a `put` waits if more than `write_behind` bytes would wait."""
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
         self.pool = pool

@@ -76,10 +76,7 @@ def fsdp_param_of(model: nn.Module, parameter: torch.Tensor) -> Any | None:
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-    """Return the shape of this rank's shard of a DTensor, and its first row in the whole tensor.
-
-    None if the shard is not a range of rows.
-    """
+    """Return shape and first row of this rank's shard of a DTensor; None if it is no row range."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor

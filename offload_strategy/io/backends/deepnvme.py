@@ -35,8 +35,7 @@ from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Bytes of one request to the kernel.
 _IO_BYTES = 1 * MiB
-#: DeepSpeed compiles its code at the first use. An interrupted build leaves a lock file, and the
-#: next build would wait for it forever.
+#: DeepSpeed compiles at first use, and waits forever for the lock file of an interrupted build.
 _BUILD_SECONDS = 1200.0
 
 _INSTALL = (

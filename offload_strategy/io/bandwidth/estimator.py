@@ -105,10 +105,8 @@ class BandwidthEstimator:
         """
         since = self._full_since[direction]
         if full and since is not None:
-            before = self._sustained[direction]
-            self._sustained[direction] = Transferred(
-                before.nbytes + nbytes, before.seconds + now - since
-            )
+            moved, seconds = self._sustained[direction]
+            self._sustained[direction] = Transferred(moved + nbytes, seconds + now - since)
         self._full_since[direction] = now if full and continues else None
 
     def sustained(self, direction: Direction) -> Transferred:

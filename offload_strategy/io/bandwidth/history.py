@@ -121,8 +121,7 @@ def updated_rate(before: MeasuredRate | None, rate: float, nbytes: int) -> Measu
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if before is None:
         return MeasuredRate(rate, "observed", nbytes, 1, date)
-    change = math.sqrt(rate / before.rate)
-    change = min(max(change, 1 / _MAX_CHANGE), _MAX_CHANGE)
+    change = min(max(math.sqrt(rate / before.rate), 1 / _MAX_CHANGE), _MAX_CHANGE)
     # A probe is not a run, and its few bytes do not count.
     observed = before.source == "observed"
     return MeasuredRate(

@@ -17,8 +17,7 @@ from offload_strategy.io.regions.extents import Extent
 from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 
-#: Who waits for a small move polls for this long first: falling asleep and being woken costs as
-#: much as reading a small tensor.
+#: Who waits for a small move polls so long first: to sleep and be woken costs as much as a read.
 _POLL_SECONDS = 0.0004
 
 
