@@ -160,7 +160,7 @@ class AutomaticBudget(Budget):
         self._soon_seconds = _SOON * trace.seconds
         late = trace.waited > allowance
         if late:
-            # A path without a known rate (host memory) has moved all of it in about half a step.
+            # Without a known rate (host memory): it moved at least all of it in about half a step.
             rate = self._writes.rate(write=False) or 2 * left / trace.seconds
             lost = min(left, rate * (trace.waited - allowance))
             self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))

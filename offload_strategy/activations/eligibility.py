@@ -88,7 +88,7 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
 
 def _kind(tensor: torch.Tensor) -> Stays | None:
     """Return why tensors with such dispatch keys stay, whatever their sizes and values."""
-    # The order matters: a nested tensor calls itself strided, a wrapped one answers for another.
+    # The order matters: a nested tensor calls itself strided, a wrapper answers for what it wraps.
     if tensor.is_nested:
         return Stays.NESTED
     if tensor.layout is not torch.strided:

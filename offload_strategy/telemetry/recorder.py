@@ -87,8 +87,7 @@ class Recorder:
         #: Bytes so far: "written", "read" or "forwarded" for a client, and by tier.
         self.client_bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
-        #: Seconds for which training waited for a client's transfers, and of these those that were
-        #: for reads; the others were for memory.
+        #: Seconds for which training waited for a client (for reads, for memory), and for reads.
         self.stall_seconds: dict[str, float] = defaultdict(float)
         self.read_stall_seconds: dict[str, float] = defaultdict(float)
         #: Total queueing time of a tier's finished transfers.

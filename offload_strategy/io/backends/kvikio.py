@@ -70,7 +70,7 @@ class KvikioBackend(PosixBackend):
         # kvikio moves the bytes on its own threads, and restarts them when their number changes.
         if kvikio.defaults.get("num_threads") < 2 * threads:
             kvikio.defaults.set("num_threads", 2 * threads)
-        # Below it kvikio copies through the page cache, where nobody learns of a late write error.
+        # Below it kvikio copies through the page cache, whose late write errors nobody learns of.
         kvikio.defaults.set("gds_threshold", 0)
         self._open = kvikio.CuFile
         self._files: dict[tuple[int, int, int], Any] = {}

@@ -42,7 +42,7 @@ class Region:
 
     Without a `capacity` in bytes it has what the file system has free, or all of the device.
     `direct` is True, False, or ``"auto"`` (direct I/O where the file system supports it).
-    `overwrite` uses a block device with data on it. Raises ConfigError if a path cannot be used so.
+    `overwrite` uses a block device with data on it. Raises ConfigError for a path that is unfit.
     """
 
     def __init__(
