@@ -254,6 +254,13 @@ def test_settings_of_our_updates_are_refused(tmp_path: Path, section: dict[str, 
         derived_sections({"zero_optimization": {"stage": 2}}, config(tmp_path, optimizer=section))
 
 
+def test_encryption_is_refused_where_deepspeed_writes_the_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"io\.encryption: true, and DeepSpeed writes optimizer"):
+        derived_sections(
+            {"zero_optimization": {"stage": 3}}, config(tmp_path, io={"encryption": True})
+        )
+
+
 def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
     sections = derived_sections({"zero_optimization": {"stage": 3}}, config(tmp_path))

@@ -136,6 +136,18 @@ def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
     assert lock.log == 2 * ONCE
 
 
+def test_reads_go_on_if_the_other_process_ends_while_the_lock_is_held(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
+    moves = [move(queue, 0, 4), move(queue, 10)]
+    grant(lock, backend, 2)
+    lock.other_processes = 0
+    backend.complete_all()
+    assert [each.state for each in moves] == [MoveState.DONE, MoveState.DONE]
+    assert lock.log == ONCE
+
+
 def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(
     queue: PathQueue, backend: ManualBackend, lock: FakePathLock
 ) -> None:

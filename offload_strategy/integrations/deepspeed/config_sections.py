@@ -173,6 +173,11 @@ def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | No
         if "ssd" not in kinds:
             return "cpu", None
         path = next(path for tier in tiers for path in tier.paths)
+        if config.io.encryption:
+            raise ConfigError(
+                f"io.encryption: true, and DeepSpeed writes {client} to files in {path} as they "
+                "are: set it to false, or train without DeepSpeed's ZeRO-3."
+            )
         if path.is_block_device():
             raise ConfigError(
                 f"{path} is a block device, and DeepSpeed writes {client} to files: name a "

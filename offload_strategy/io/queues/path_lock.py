@@ -94,8 +94,9 @@ class PathLock:
                 if self._fd >= 0:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
             except OSError:  # closing the file releases it, too; the path goes without from now on
-                os.close(self._fd)
-                self._fd, self.works, self._others = -1, False, 0
+                fd, self._fd, self.works, self._others = self._fd, -1, False, 0
+                with contextlib.suppress(OSError):  # it is closed even so
+                    os.close(fd)
 
     def close(self) -> None:
         """Release the lock and no longer count as a user of the path. Idempotent."""

@@ -188,8 +188,9 @@ class PathQueue:
             with self._lock:
                 part = self._next()
                 if part is None:
+                    if self._release_path_lock_if_idle():
+                        continue
                     self._dispatching = False
-                    self._release_path_lock_if_idle()
                     return
                 in_flight = self._take(part)
             requests = [
@@ -326,13 +327,13 @@ class PathQueue:
         first_block = part.state is MoveState.QUEUED
         return self._path_lock is None or self._path_lock.may_begin(first_block=first_block)
 
-    def _release_path_lock_if_idle(self) -> None:
+    def _release_path_lock_if_idle(self) -> bool:
+        """Release a lock that no read uses; return whether reads may go on without it."""
         lock = self._path_lock
         if lock is None or not lock.held or self._reads.in_flight:
-            return
+            return False
         lock.release()
-        if self._reads.head() is not None:
-            lock.may_begin(first_block=True)
+        return self._reads.head() is not None and lock.may_begin(first_block=True)
 
     def _path_lock_acquired(self) -> None:
         with self._lock:
