@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ from benchmarks.soak.runs import HOSTILITIES, drawn
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WRITE_SECONDS = 60.0
+#: Of a traceback within JSON, what comes before the package or folder of a file.
+_PLACES = re.compile(r'File \\"[^"]*/(?=(?:site-packages|benchmarks|offload_strategy)/)')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         parser.error("give --hours, --only-seed, --plot, --table or --copy")
     if options.copy is not None:
-        options.copy.write_text(json.dumps(found, indent=1) + "\n")
+        text = json.dumps(found, indent=1)
+        # Where a machine has its files says nothing about the errors.
+        options.copy.write_text(_PLACES.sub(r'File \\"', text) + "\n")
     if options.plot is not None:
         plot(found, options.plot)
     if options.hours is not None or options.table:

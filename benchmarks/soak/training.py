@@ -133,6 +133,8 @@ class Training:
     def reload(self) -> None:
         """Go on from the checkpoint in the same engine."""
         assert self.folder is not None
+        with contextlib.suppress(OffloadError):  # `eager` tells once that no step() has followed
+            self.optimizer.zero_grad()
         self.optimizer.zero_grad()
         self._go_on_from(load(self.folder / CHECKPOINT))
 
