@@ -46,6 +46,9 @@ _FIRST_SHARE = 0.35
 #: Share of the limit up to which everything stays, if the engine decides what leaves: the rest is
 #: for workspaces of kernels and for the allocator, which are not known without measuring.
 _CERTAIN_SHARE = 0.75
+#: Share of the limit up to which a step may go that has been seen before, and share from which on
+#: steps are looked at.
+_SEEN_SHARE, _SCARCE_SHARE = 0.9, 0.25
 #: Items get so much room at least, or a share of a small limit: to let them leave takes some.
 _LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
@@ -57,6 +60,8 @@ _MOST_ITEMS = 65536
 _FREE_SHARE = 0.95
 #: Share of the limit by which the room must shrink, or grow, for a new plan.
 _LESS, _MORE = 0.005, 0.03
+#: Share of the limit up to which idle buffers may stay mapped.
+_IDLE_SHARE = 0.85
 _WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
 #: Largest wait for room in seconds: a slower path has failed, which is reported elsewhere.
 _PATIENCE_SECONDS = 60.0
@@ -76,6 +81,7 @@ class MemoryLimit:
     meter: PeakMeter | None = None
     given: GivenPlan | None = None
     upcoming_bytes: Callable[[], int] | None = None
+    steps: Callable[[], int] = lambda: 0
     name: str = "planning.device_memory"
 
     def measure(self, parameter: torch.Tensor) -> None:
@@ -118,8 +124,14 @@ class PlannedBudget(Budget):
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
         # Bytes of a pass that may stay while nothing is measured, and in the first measured pass.
         self._certain_room = 0
+        # By the peak of the last step; the passes of this step, if its peak is measured.
+        self._seen_room = 0
+        self._seen_steps = -1
+        self._kept: list[Trace] = []
         self._first_room: int | None = None
         self._planned_for: int | None = None
+        # Bytes of idle buffers that may stay in the memory that is limited.
+        self._idle_bytes = 0
         # If the device is the CPU, whose memory is that of the C library.
         self._freed: FreedMemory | None = None
         self._told = False
@@ -160,6 +172,7 @@ class PlannedBudget(Budget):
         """See `Budget.admits`; waits for room in memory."""
         if self._profiler.baseline is None:
             if self._certainly_fits(nbytes, trace):
+                self._return_freed()
                 return False
             self._begin(nbytes if self._memory.upcoming_bytes is None else trace.alive_bytes())
         elif trace.saved_bytes == nbytes:
@@ -197,10 +210,11 @@ class PlannedBudget(Budget):
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
         if self._profiler.baseline is None:
+            self._return_freed()
             return
         begin = perf_counter()
         if self._freed is not None:
-            self._writes.keep_no_idle_buffers()
+            self._writes.keep_idle_buffers(self._idle_bytes)
         self._free_what_left()
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
@@ -237,14 +251,35 @@ class PlannedBudget(Budget):
     # ------------------------------------------------------------------ passes
     def _certainly_fits(self, nbytes: int, trace: Trace) -> bool:
         """Return whether what a pass has saved so far may stay without measuring."""
-        memory = self._memory
-        if memory.upcoming_bytes is None:
+        if self._memory.upcoming_bytes is None:
             return False
         if trace.saved_bytes == nbytes:  # a new pass
-            certain = int(_CERTAIN_SHARE * memory.limit_bytes())
-            used = memory.used_bytes() - nbytes
-            self._certain_room = certain - used - memory.upcoming_bytes()
+            self._certain_room = self._certain(nbytes, trace)
         return trace.saved_bytes <= self._certain_room
+
+    def _certain(self, nbytes: int, trace: Trace) -> int:
+        """Return the bytes that a new pass may save without any doubt that there is room.
+
+        What is known beforehand of a step leaves much to doubt, the peak of a step very little.
+        """
+        memory = self._memory
+        assert memory.meter is not None and memory.upcoming_bytes is not None
+        limit = memory.limit_bytes()
+        known = memory.used_bytes() - nbytes + memory.upcoming_bytes()
+        if memory.steps() > self._seen_steps:
+            if self._kept:
+                least = min(kept.saved_bytes for kept in self._kept)
+                self._seen_room = least + int(_SEEN_SHARE * limit) - memory.meter.peak_bytes()
+            self._seen_steps = memory.steps()
+            self._kept.clear()
+            if known > _SCARCE_SHARE * limit:
+                memory.meter.reset_peak()
+                self._kept.append(trace)
+                if self._freed is None and memory.meter.counts_host_buffers:
+                    self._freed = FreedMemory(limit)
+        elif self._kept:
+            self._kept.append(trace)
+        return max(int(_CERTAIN_SHARE * limit) - known, self._seen_room)
 
     def _begin(self, items: int) -> None:
         memory = self._memory
@@ -278,6 +313,9 @@ class PlannedBudget(Budget):
         self._first_room = None
         self.latest_peak_bytes = peak
         self.over_limit_passes += peak > self.limit_bytes
+        if self.plan is not None:
+            spare = int(_IDLE_SHARE * self.limit_bytes) - peak
+            self._idle_bytes = max(0, self._idle_bytes + spare)
         self._passes_left -= 1
         if self._passes_left > 0:
             return
@@ -314,9 +352,12 @@ class PlannedBudget(Budget):
         return self._leaves.get(trace.signature)
 
     # ------------------------------------------------------------------ room
-    def _free_what_left(self) -> None:
+    def _return_freed(self) -> None:
         if self._freed is not None:
             self._freed.look()
+
+    def _free_what_left(self) -> None:
+        self._return_freed()
         self._writes.release_written()
 
     @property

@@ -169,10 +169,7 @@ class ActivationOffload:
         self._before_forward()
         if self._write_budget is not None:
             self._write_budget.begin_pass()
-        if self.planned is None:
-            self._store.pass_begins()
-        else:  # memory is at its peak when forward ends; backward needs the buffers
-            self._store.trim()
+        self._store.pass_begins()
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack, self._unpack)

@@ -164,9 +164,9 @@ class TierWrites:
         """Free the memory of what was written."""
         self._store.release_written()
 
-    def keep_no_idle_buffers(self) -> None:
-        """Free idle buffers from now on."""
-        self._store.pool.keep_idle(0)
+    def keep_idle_buffers(self, nbytes: int) -> None:
+        """Keep at most so many bytes of idle buffers from now on."""
+        self._store.pool.keep_idle(nbytes)
 
     def _stalled_seconds(self) -> float:
         return self._store.recorder.stall_seconds[_CLIENT]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
+from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
@@ -98,11 +99,14 @@ class AutomaticChoice:
 
         Several ranks must decide alike and have different memory, so their states leave.
         """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
+        if on_host and not leaves_gaps():
+            keep_freed_memory()
         streams = self._decided.get("parameters", False)
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swaps = True
             return False
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
         loaded = sum(
@@ -124,6 +128,8 @@ class AutomaticChoice:
         )
         if keeps:
             self._kept[optimizer] = state_bytes
+            if on_host:
+                keep_freed_memory()
         else:
             self._swaps = True
         self._decided["optimizer"] = not keeps

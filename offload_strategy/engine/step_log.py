@@ -55,11 +55,15 @@ class StepLog:
         # Forward passes and sums of the run at the end of each step.
         self._sums: deque[tuple[int, StepFigures]] = deque(maxlen=_STEPS + 1)
         self._handles: list[RemovableHandle] = []
+        #: How often optimizers have stepped.
+        self.steps = 0
         self._passes = 0
         self._was_last = False
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Let steps end with those of an optimizer, if its states are offloaded."""
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._count)))
         if isinstance(optimizer, OffloadedOptimizer):
             # The hook lies on the user's own optimizer, which may live longer.
             self._handles.append(optimizer.register_step_post_hook(WeakHook(self._step_over)))
@@ -92,6 +96,9 @@ class StepLog:
             del step[_WEIGHTS]
         waits = sum(seconds for part, seconds in step.items() if part.startswith("waiting"))
         return {**step, "computing": max(0.0, step["step"] - step["updates"] - waits)}, passes
+
+    def _count(self, *_: object) -> None:
+        self.steps += 1
 
     def _step_over(self, *_: object) -> None:
         self._on_step()

@@ -24,6 +24,7 @@ import yaml
 
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.c_allocator import launch_environment
 
 SECTION = "ssd_offload_config"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
@@ -99,7 +100,7 @@ def install_in_launcher(launch: Any) -> None:
 
 
 def environment_for(path: str | None) -> dict[str, str]:
-    """Return the environment variables that carry the section of a launch file.
+    """Return the environment variables that carry the section of a launch file, and the allocator's.
 
     Empty if there is no section, or if the file cannot be read: Accelerate reports that. Raises a
     ConfigError if the section is wrong, or the launch file starts something that cannot offload.
@@ -119,7 +120,7 @@ def environment_for(path: str | None) -> dict[str, str]:
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
-    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true"}
+    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true", **launch_environment()}
 
 
 def _content(path: str | None) -> Mapping[str, Any]:

@@ -1,0 +1,32 @@
+"""`ssd-offload run`: starts a training with the settings that only a new process can have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.c_allocator import launch_environment
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "run",
+        help="start a training whose process needs less memory",
+        description="Start a command, such as `python train.py`, with settings of the C library's "
+        "allocator that only a new process can have. `accelerate launch` does this by itself.",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="with its arguments")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = [word for word in options.command[:1] if word != "--"] + options.command[1:]
+    if not command:
+        raise ConfigError("run: name the command to start: ssd-offload run python train.py")
+    try:
+        os.execvpe(command[0], command, {**os.environ, **launch_environment()})
+    except OSError as error:
+        raise ConfigError(f"run: {command[0]}: {error.strerror}") from error
