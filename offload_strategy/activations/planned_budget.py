@@ -263,7 +263,8 @@ class PlannedBudget(Budget):
         What is known beforehand of a step leaves much to doubt, the peak of a step very little.
         """
         memory = self._memory
-        assert memory.meter is not None and memory.upcoming_bytes is not None
+        assert memory.meter is not None
+        assert memory.upcoming_bytes is not None
         limit = memory.limit_bytes()
         known = memory.used_bytes() - nbytes + memory.upcoming_bytes()
         if memory.steps() > self._seen_steps:
@@ -314,8 +315,8 @@ class PlannedBudget(Budget):
         self.latest_peak_bytes = peak
         self.over_limit_passes += peak > self.limit_bytes
         if self.plan is not None:
-            spare = int(_IDLE_SHARE * self.limit_bytes) - peak
-            self._idle_bytes = max(0, self._idle_bytes + spare)
+            spare = int(_IDLE_SHARE * self.limit_bytes) - peak  # which has idle buffers in it
+            self._idle_bytes = min(max(0, self._idle_bytes + spare), self.limit_bytes // 4)
         self._passes_left -= 1
         if self._passes_left > 0:
             return

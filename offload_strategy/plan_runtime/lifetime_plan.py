@@ -133,12 +133,11 @@ class _Planner:
 
     def __init__(self, profile: Profile, curve: MemoryCurve, path: BookedPath, limit: int) -> None:
         self.moves: list[PlannedMove] = []
-        self._curve = curve
-        self._path = path
-        self._limit = limit
+        self._curve, self._path, self._limit = curve, path, limit
+        place = path.rates.name
         # Possible moves by tensor, each with the first time at which its memory can be free.
         self._left = {
-            number: PlannedMove(number, tensor.name, tensor.nbytes, "", begin, free, end, end)
+            number: PlannedMove(number, tensor.name, tensor.nbytes, place, begin, free, end, end)
             for number, tensor in enumerate(profile.tensors)
             for begin, end in [tensor.uses]
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
@@ -151,7 +150,7 @@ class _Planner:
             written = self._path.written(move.nbytes, move.leaves_at)
             return self._offer(move, written, self._path.read_from(move.nbytes, move.needed_at))
 
-        for number, offer in self._best_first(look):
+        for number, offer in self._best(look):
             move = self._left.pop(number)
             self._curve.add(offer.gone, offer.back, -move.nbytes)
             self._book(move, offer.written, offer.back, hidden=True)
@@ -159,9 +158,7 @@ class _Planner:
     def force(self) -> None:
         """Select further moves, for which training will wait."""
         forced = []
-        for number, _ in self._best_first(
-            lambda move: self._offer(move, move.leaves_at, move.needed_at)
-        ):
+        for number, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
             move = self._left[number]
             self._curve.add(move.gone_at, move.needed_at, -move.nbytes)
             forced.append(move)
@@ -172,9 +169,7 @@ class _Planner:
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
-    def _best_first(
-        self, look: Callable[[PlannedMove], _Offer | None]
-    ) -> Iterator[tuple[int, _Offer]]:
+    def _best(self, look: Callable[[PlannedMove], _Offer | None]) -> Iterator[tuple[int, _Offer]]:
         """Yield moves, the best offer of `look` first, until the step fits."""
         queue = [
             (*offer.rank(move), number)
@@ -184,8 +179,7 @@ class _Planner:
         heapq.heapify(queue)
         while queue and self._curve.peak_bytes > self._limit:
             *_, number = heapq.heappop(queue)
-            offer = look(self._left[number])
-            if offer is None:
+            if (offer := look(self._left[number])) is None:
                 continue
             rank = offer.rank(self._left[number])
             if queue and rank > queue[0][:2]:
@@ -199,8 +193,7 @@ class _Planner:
         gained = self._curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
         if gained <= 0:
             return None
-        rates = self._path.rates
-        cost = sum(rates.seconds(move.nbytes, write=write) for write in (True, False))
+        cost = sum(self._path.rates.seconds(move.nbytes, write=write) for write in (True, False))
         return _Offer(gained / cost, written, gone, back)
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
@@ -209,10 +202,8 @@ class _Planner:
         path.reads.book(back, move.needed_at)
         gone = max(written, move.gone_at)
         urgent = back - gone < _SLACK * path.rates.seconds(move.nbytes, write=False)
-        place = path.rates.name
-        self.moves.append(
-            replace(move, place=place, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden)
-        )
+        booked = replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden)
+        self.moves.append(booked)
 
 
 # ---------------------------------------------------------------------- files
@@ -252,8 +243,7 @@ def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
     for number, tensor in enumerate(profile.tensors):
         row: dict[str, Any] = {"item": number, "name": tensor.name, "bytes": tensor.nbytes}
         move = moves.get(number)
-        row["does"] = "stays" if move is None else "leaves"
-        row["saved at"] = round(tensor.uses[0], 4)
+        row |= {"does": "leaves" if move else "stays", "saved at": round(tensor.uses[0], 4)}
         if move is not None:
             row["gone at"], row["fetched at"] = round(move.gone_at, 4), round(move.fetch_at, 4)
         row["used at"] = round(tensor.uses[-1], 4)

@@ -162,8 +162,7 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     tensors = profile.tensors
     moves: list[PlannedMove] = []
     path = None if profile.path is None else BookedPath(profile.path)
-    chosen = sorted(set(leaving), reverse=True)
-    for number in sorted(chosen, key=lambda number: -tensors[number].uses[1]):
+    for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
         if path is None:
             break
         tensor = tensors[number]

@@ -152,17 +152,15 @@ class _Replay:
             for path in profile.paths
             for write in (False, True)
         }
-        moves = () if plan is None else plan.moves
-        self._fetches = {move.tensor: move.fetch_at for move in moves}
+        self._fetches = {move.tensor: move.fetch_at for move in (plan.moves if plan else ())}
         self._tensors = [
             _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
         ]
         self._memory = profile.baseline[-1][1]
-        self._leaving = 0
+        self._leaving = self._writing_updates = 0
         self._delay = 0.0  # delay of computation by transfers and updates
         self._waits = False
         self._done: StepReplay | None = None
-        self._writing_updates = 0
 
     def run(self, steps: int) -> StepReplay:
         """Simulate so many steps and return the last one."""
@@ -208,8 +206,7 @@ class _Replay:
         self._done = self._finished(computing, stalls)
 
     def _go_on(self) -> None:
-        seconds = next(self._training, None)
-        if seconds is not None:
+        if (seconds := next(self._training, None)) is not None:
             self._at(seconds, self._go_on)
 
     def _take_delay(self) -> float:
@@ -407,8 +404,7 @@ class _Replay:
 
     def _serve(self, lane: _Lane) -> None:
         """Start the next transfer of a lane that is idle."""
-        transfer = lane.next(self._limit - self._memory)
-        if transfer is None:
+        if (transfer := lane.next(self._limit - self._memory)) is None:
             return
         lane.busy = transfer.begun = True
         self._count(transfer.takes)
@@ -438,8 +434,7 @@ class _Replay:
         self._reading_states = False
 
     def _finished(self, computing: float, stalls: dict[str, float]) -> StepReplay:
-        seconds = self._now - self._began
-        busy = self._busy.items()
+        seconds, busy = self._now - self._began, self._busy.items()
         lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
         peak = max(nbytes for _, nbytes in self._curve)
         return StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))

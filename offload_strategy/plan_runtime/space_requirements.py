@@ -35,5 +35,4 @@ def optimizer_need(states_bytes: int, weights_bytes: int, overlap: Overlap) -> i
     With `commit`, old states stay until the new ones become current at `step()`, and new weights
     wait next to them: twice the states, and once the weights. Gradients may come on top.
     """
-    ahead = states_bytes + weights_bytes if overlap == "commit" else 0
-    return states_bytes + ahead
+    return 2 * states_bytes + weights_bytes if overlap == "commit" else states_bytes

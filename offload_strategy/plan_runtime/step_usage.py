@@ -43,12 +43,10 @@ class MemoryCurve:
 
     def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
         """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
-        gained = 0.0
-        moments, levels = self.moments, self.levels
+        gained, moments, levels = 0.0, self.moments, self.levels
         place = bisect_right(moments, begin) - 1
         while place < len(levels) and moments[place] < end:
-            above = levels[place] - limit
-            if above > 0:
+            if (above := levels[place] - limit) > 0:
                 seconds = min(end, moments[place + 1]) - max(begin, moments[place])
                 gained += (above if above < nbytes else nbytes) * seconds
             place += 1
@@ -86,8 +84,7 @@ class Timeline:
         """Return the earliest time at which so many free seconds have passed since `begin`."""
         now, left = begin, seconds
         for place in range(bisect_right(self._ends, begin), len(self._begins)):
-            free = self._begins[place] - now
-            if free >= left:
+            if (free := self._begins[place] - now) >= left:
                 break
             left -= max(0.0, free)
             now = max(now, self._ends[place])
@@ -97,8 +94,7 @@ class Timeline:
         """Return the latest time from which so many free seconds pass until `end`."""
         now, left = end, seconds
         for place in range(bisect_left(self._begins, end) - 1, -1, -1):
-            free = now - self._ends[place]
-            if free >= left:
+            if (free := now - self._ends[place]) >= left:
                 break
             left -= max(0.0, free)
             now = min(now, self._begins[place])

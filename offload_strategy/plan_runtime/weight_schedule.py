@@ -64,10 +64,8 @@ class WeightSchedule:
             both = (row.read_bytes, row.written_bytes)
             read, written = (format_size(nbytes) if nbytes else "" for nbytes in both)
             direction = "backward" if block_pass.backward else "forward"
-            weights = format_size(block_pass.weights_bytes)
-            rows.append(
-                (direction, block_pass.block, weights, ", ".join(reads), read, writes, written)
-            )
+            computes = (direction, block_pass.block, format_size(block_pass.weights_bytes))
+            rows.append((*computes, ", ".join(reads), read, writes, written))
         order = "as in the last step" if self.learned else "as registered; no step was seen yet"
         head = "pass | computes | its weights | reads meanwhile | bytes | writes | bytes"
         return (
@@ -91,11 +89,11 @@ def weight_schedule(
     for place, block_pass in [*enumerate(passes)] * 2:
         following = _following(passes, place, blocks_in_flight - 1)
         ahead = [later for later in following if later.block not in here]
+        names = tuple(later.block for later in ahead)
         read = sum(later.weights_bytes for later in ahead)
         if block_pass.block not in here:  # it could not be prefetched
             read += block_pass.weights_bytes
-        here = [name for name in here if name != block_pass.block]
-        here += [block_pass.block, *(later.block for later in ahead)]
+        here = [*(name for name in here if name != block_pass.block), block_pass.block, *names]
         wanted = {block_pass.block, *(later.block for later in following)}
         rest = [name for name in here if name not in wanted]
         gone = rest[: max(0, len(here) - max(blocks_in_flight, len(wanted)))]
@@ -105,7 +103,6 @@ def weight_schedule(
             read += block_pass.states_bytes * block_pass.backward
             if before is not None and before.backward and before.trained_bytes:
                 written, written_bytes = before.block, before.trained_bytes + before.states_bytes
-        names = tuple(later.block for later in ahead)
         rows.append(ScheduleRow(block_pass, names, read, written, written_bytes))
         before = block_pass
     return WeightSchedule(tuple(rows[len(passes) :]), learned)

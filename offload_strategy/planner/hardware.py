@@ -55,8 +55,7 @@ class Device:
     link: float  # Bytes per second between host and device in each direction
     sustained_flops: float | None = None  # Measured FLOP/s of a transformer block
     measured_link: float | None = None  # Measured bytes per second of pinned copies
-    # Source of each figure, by key of hardware.yaml
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,12 @@ class Drive:
     capacity_bytes: int  # Capacity
     endurance_bytes: float | None = None  # Rated endurance over its life
     writes_per_day: int | None = None  # Bytes that may be written in a day, if there is a limit
-    # Source of each figure, by key of hardware.yaml
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
 
     def times(self, count: int) -> Drive:
         """Return so many of these drives, striped."""
         names = ("read", "write", "capacity_bytes", "endurance_bytes")
-        figures = {name: getattr(self, name) for name in names}
-        more = {name: count * each for name, each in figures.items() if each is not None}
+        more = {name: count * each for name in names if (each := getattr(self, name)) is not None}
         return replace(self, name=f"{count} x {self.name}", **more)
 
 
@@ -102,8 +99,7 @@ def device_called(name: str) -> Device | None:
 
 def drive_set(text: str) -> Drive:
     """Read "P5510" or "4xP5510", or raise a ConfigError that says what is wrong."""
-    match = _COUNT.fullmatch(text)
-    if match is None:
+    if (match := _COUNT.fullmatch(text)) is None:
         raise ConfigError(f"{text!r} names no drive: write a name, or a count as in '4xP5510'")
     count, name = match["count"], match["name"]
     # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
@@ -152,8 +148,7 @@ def _key(name: str) -> str:
 
 def _look_up(name: str, kind: str) -> Any:
     entries = table(kind)
-    found = entries.get(_key(name))
-    if found is not None:
+    if (found := entries.get(_key(name))) is not None:
         return found
     near = difflib.get_close_matches(_key(name), entries, 3, cutoff=0.5)
     nearest = list(dict.fromkeys(entries[key].name for key in near))

@@ -70,8 +70,7 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
         where, config = _load(Path(config))
     named = str(config.get("model_type", "")).lower()
     usual = "gpt2" if "n_embd" in config else "llama" if "num_hidden_layers" in config else ""
-    kind = _KINDS.get(named or usual)
-    if kind is None:
+    if (kind := _KINDS.get(named or usual)) is None:
         raise ConfigError(
             f"{where}: model_type is {named or 'missing'}; known are gpt2, bert, roberta, t5, mt5, "
             f"umt5, llama, mistral and qwen2. Set it to the one whose keys these are"
@@ -109,8 +108,7 @@ def _load(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> int:
-    value = config.get(key)
-    if value is None:
+    if (value := config.get(key)) is None:
         raise ConfigError(f"{where} has no key {key!r}; add it, a whole number above 0")
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"{where}: {key} is {value!r}; give a whole number above 0")

@@ -76,10 +76,8 @@ class Request:
         elif device.sustained_flops is not None:
             measured = sources["sustained_tflops"]
         else:
-            measured = (
-                f"{_sustained_share():.0%} of its peak, the share that {_YARDSTICK} sustains; "
-                f"{sources['tflops']}"
-            )
+            share = f"{_sustained_share():.0%} of its peak, the share that {_YARDSTICK} sustains"
+            measured = f"{share}; {sources['tflops']}"
         link = sources["measured_link_GBps" if device.measured_link else "link_GBps"]
         return [
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",

@@ -82,8 +82,7 @@ class StepTime:
         """Seconds of the stages that each resource limits, by resource."""
         found: dict[str, float] = {}
         for stage in self.stages:
-            seconds = stage.times * stage.seconds
-            if seconds:
+            if seconds := stage.times * stage.seconds:
                 found[stage.limit] = found.get(stage.limit, 0.0) + seconds
         return found
 

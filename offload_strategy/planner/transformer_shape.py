@@ -19,9 +19,8 @@ _BERT_TYPES = 2
 class TransformerShape:
     """The shape of a transformer."""
 
-    # "gpt" (learned positions, biases, layer norm), "bert" (likewise, with segments and its
-    # heads), "t5" (relative positions, no biases) or "llama" (rotary positions, no biases,
-    # RMS norm)
+    # "gpt" (learned positions, biases, layer norm), "bert" (likewise, with segments and its heads),
+    # "t5" (relative positions, no biases) or "llama" (rotary positions, no biases, RMS norm)
     kind: Kind
     layers: int  # Of encoder and decoder together
     hidden: int  # Width of the residual stream
@@ -148,9 +147,8 @@ class TransformerShape:
         return index >= self.layers - self.decoder_layers
 
     def _layer(self, index: int) -> int:
-        matrices = sum(self.layer_matrices(index))
-        norms = 3 if self._crosses(index) else 2
-        total = matrices + norms * (2 if self.has_biases else 1) * self.hidden
+        norms = (3 if self._crosses(index) else 2) * (2 if self.has_biases else 1) * self.hidden
+        total = sum(self.layer_matrices(index)) + norms
         if self.has_biases:
             total += self.attention_width + 2 * self.keys_width + 2 * self.hidden + self.inner
         elif self.qkv_bias:

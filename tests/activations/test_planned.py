@@ -24,14 +24,14 @@ class TierLoad:
 
     def __init__(self, rate: float | None = 400.0 * MiB) -> None:
         self._rate = rate
-        self.writing = 0
+        self.writing = self.idle = 0
         self.waits: list[int] = []
 
     def release_written(self) -> None:
         pass
 
-    def keep_no_idle_buffers(self) -> None:
-        pass
+    def keep_idle_buffers(self, nbytes: int) -> None:
+        self.idle = nbytes
 
     def leaving_bytes(self) -> int:
         return self.writing
@@ -319,3 +319,39 @@ def test_overhead_is_the_slope_of_computing_over_what_is_moved() -> None:
     assert overhead((SAVED, 1.0), (0, 2.0)) == 0
     noisy = [(SAVED, 3.01), (SAVED, 2.99), (SAVED, 9.0), (SAVED, 3.0), (0, 2.0), (0, 2.01)]
     assert overhead(*noisy) == pytest.approx(1.0 / (2 * SAVED), rel=0.1)
+
+
+def test_idle_buffers_stay_mapped_as_far_as_the_last_steps_leave_room_below_the_limit() -> None:
+    budget, load, memory = training(1000 * MiB)
+    for _ in range(3):
+        one_pass(budget, memory, "aaa")
+    assert load.idle == 0, "there was no plan"
+    one_pass(budget, memory, "aaa")
+    assert load.idle == int(0.85 * 1000 * MiB) - budget.latest_peak_bytes > 0
+    for _ in range(9):
+        one_pass(budget, memory, "aaa")
+    assert load.idle == 250 * MiB
+    memory.others += 150 * MiB
+    for _ in range(4):
+        one_pass(budget, memory, "aaa")
+    assert load.idle == 0
+
+
+def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was_certain() -> None:
+    budget, _, memory = training(1000 * MiB, others=400 * MiB)
+    limit, steps = budget._memory, 0
+    limit.upcoming_bytes = lambda: 200 * MiB  # of which nothing comes
+    limit.steps = lambda: steps
+
+    def step() -> bool:
+        nonlocal steps
+        one_pass(budget, memory, "a")
+        steps += 1
+        return budget.limit_bytes > 0  # whether it is measured from event to event
+
+    assert not step(), "150 MiB are certain, and 100 are saved"
+    memory.others += 100 * MiB  # what the allocator keeps, of which nobody knows beforehand
+    assert not any(step() for _ in range(3))
+    memory.others += 350 * MiB
+    step()
+    assert step(), "the last one was too close to the limit"

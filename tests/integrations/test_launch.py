@@ -142,6 +142,19 @@ def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
     assert environment_for(None) == {}
 
 
+def test_launched_processes_get_the_settings_of_an_allocator_that_leaves_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for version, given in (("glibc 2.36", True), ("glibc 2.39", False), ("musl 1.2", False)):
+        monkeypatch.setattr("os.confstr", lambda _, version=version: version)
+        assert ("GLIBC_TUNABLES" in environment_for(path)) is given
+    monkeypatch.setattr("os.confstr", lambda _: "glibc 2.36")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert "GLIBC_TUNABLES" not in environment_for(path), "the user's own come first"
+
+
 def test_each_rank_puts_its_own_number_into_the_paths(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

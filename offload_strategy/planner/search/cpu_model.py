@@ -140,15 +140,12 @@ class CpuModel(SearchModel):
             whole = self.shape.layers - settings.recomputed_layers
             tensors = whole * len(layer_tensors(self.shape, self.micro_batch(settings)))
             hooks = HOOK_SECONDS * (tensors + settings.recomputed_layers) / 2
-        return (
-            StageLoad(forward + hooks, read=weights, written=left),
-            StageLoad(backward + hooks, read=weights + left),
-        )
+        forward_load = StageLoad(forward + hooks, read=weights, written=left)
+        return forward_load, StageLoad(backward + hooks, read=weights + left)
 
     def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
         """Return the load of the update, and of `step()` after an update that ran in backward."""
-        settings, cores = placement.settings, self.request.cores
-        parameters = self.shape.parameters
+        settings, cores, parameters = placement.settings, self.request.cores, self.shape.parameters
         seconds = parameters / cores.update_rate
         if not settings.offloads_optimizer:
             return StageLoad(seconds), StageLoad()
@@ -297,11 +294,9 @@ class _CpuPlacement:
 
     def _gradients_that_fit(self, kept: _InMemory) -> int:
         """Return the largest `optimizer.gradient_memory` that fits at every moment."""
-        room = self._room - self._all_the_time(kept)
-        most = self._weights
+        room, most = self._room - self._all_the_time(kept), self._weights
         for moment in self._moments:
-            free = int(room - self._at(moment, kept))
-            if free < min(moment.done, self._weights):
+            if (free := int(room - self._at(moment, kept))) < min(moment.done, self._weights):
                 most = min(most, free)
         return most
 
@@ -316,8 +311,8 @@ class _CpuPlacement:
             waits = kept.gradients + kept.new_weights
             found["waiting"] = TierSplit(waits, 2 * self._weights - waits)
         if self._settings.offloads_optimizer:
-            states = (kept.states, self._states - kept.states)
-            found["states"] = TierSplit(*(self._copies * nbytes for nbytes in states))
+            stay = self._copies * kept.states
+            found["states"] = TierSplit(stay, self._copies * self._states - stay)
         return found
 
     # ------------------------------------------------------------------ moments
@@ -336,8 +331,7 @@ class _CpuPlacement:
 
     def _away(self, layer: int) -> float:
         """What may be away while a layer computes backward: the one before it is on its way."""
-        below = self._movable(layer - 1)
-        return max(0.0, 2 * below - self._movable(layer))
+        return max(0.0, 2 * self._movable(layer - 1) - self._movable(layer))
 
     def _all_moments(self) -> Iterator[_Moment]:
         shape, sizes, settings = self._model.shape, self._sizes, self._settings
@@ -355,6 +349,6 @@ class _CpuPlacement:
             others = wide + arriving + (sizes.saved_layer if layer <= again else 0)
             done = ends + (layers - layer) * each
             yield _Moment(others, self._saved(layer), self._away(layer), min(done, self._weights))
-        tied = ends if shape.tied else 0
-        yield _Moment(sizes.layer_input + ends + tied, 0, 0, self._weights - ends)
+        parts = (2 if shape.tied else 1) * ends
+        yield _Moment(sizes.layer_input + parts, 0, 0, self._weights - ends)
         yield _Moment(0, 0, 0, self._weights)

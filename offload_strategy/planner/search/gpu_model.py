@@ -106,10 +106,17 @@ class GpuModel(SearchModel):
             each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
             subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
-        left, device = self._device_memory(settings, sizes, in_flight)
-        staging = self._staging_bytes(settings, sizes, in_flight, left)
-        staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
-        leaving = _offloaded_bytes(sizes, settings, left)
+        left, device = self._on_device(settings, sizes, in_flight)
+        staging = 0
+        if settings.offloads_optimizer or left:
+            # Host buffers without which nothing can be offloaded; more if there is memory for them.
+            staging = in_flight + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
+            if settings.offloads_optimizer:
+                staging += WEIGHT_BYTES * sizes.layer_parameters
+            if settings.streams_weights:
+                staging += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
+            staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE))
+        leaving = _leaving(sizes, settings, left)
         offloaded = _assign_host_memory(leaving, settings, host_room - staging)
         waiting = offloaded.get("waiting", TierSplit(0, 0)).host_bytes
         host = staging + sum(split.host_bytes for split in offloaded.values())
@@ -128,9 +135,7 @@ class GpuModel(SearchModel):
             gradient_bytes=waiting // 2,
         )
 
-    def _device_memory(
-        self, settings: Settings, sizes: ModelSizes, in_flight: int
-    ) -> tuple[int, int]:
+    def _on_device(self, settings: Settings, sizes: ModelSizes, in_flight: int) -> tuple[int, int]:
         """Return the bytes of what layers save that leave, and the device's peak."""
         layers = self.shape.layers
         share = settings.recomputed_layers / layers
@@ -155,19 +160,6 @@ class GpuModel(SearchModel):
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         return left, base + saved + (last - left if left else 0)
-
-    def _staging_bytes(
-        self, settings: Settings, sizes: ModelSizes, in_flight: int, left: int
-    ) -> int:
-        """Return the bytes of host buffers without which nothing can be offloaded."""
-        if not (settings.offloads_optimizer or left):
-            return 0
-        buffers = in_flight
-        if settings.offloads_optimizer:
-            buffers += WEIGHT_BYTES * sizes.layer_parameters
-        if settings.streams_weights:
-            buffers += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
-        return buffers + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
 
     # ------------------------------------------------------------------------ time
     def step_time(self, placement: Placement) -> StepTime:
@@ -223,9 +215,7 @@ def _send(nbytes: float, where: TierSplit) -> StageLoad:
     return StageLoad(from_device=nbytes, written=nbytes * where.ssd_share)
 
 
-def _offloaded_bytes(
-    sizes: ModelSizes, settings: Settings, activations: int
-) -> dict[OffloadedKind, int]:
+def _leaving(sizes: ModelSizes, settings: Settings, activations: int) -> dict[OffloadedKind, int]:
     weights = WEIGHT_BYTES * sizes.parameters
     found: dict[OffloadedKind, int] = {"activations": activations}
     if settings.offloads_optimizer:
@@ -245,13 +235,10 @@ def _assign_host_memory(
     found: dict[OffloadedKind, TierSplit] = {}
     room = max(0, room)
     for kind in settings.host_priority:
-        nbytes = leaving.get(kind, 0)
-        if not nbytes:
+        if not (nbytes := leaving.get(kind, 0)):
             continue
-        taken = min(nbytes, room)
-        if taken < nbytes:
-            # A tier of a few bytes would hold nothing.
-            taken -= taken % _GRAIN
+        # A tier of a few bytes would hold nothing.
+        taken = nbytes if nbytes <= room else room // _GRAIN * _GRAIN
         room -= taken
         found[kind] = TierSplit(taken, nbytes - taken)
     return found

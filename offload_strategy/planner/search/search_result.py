@@ -49,8 +49,7 @@ class Space:
     overlaps: tuple[Overlap, ...] = ("commit", "off")
     # Types in which states may be stored; "bfloat16" changes numbers
     state_dtypes: tuple[StateType, ...] = ("float32",)
-    # Share of the tokens per second that a smaller batch may cost
-    tolerance: float = USUAL_TOLERANCE
+    tolerance: float = USUAL_TOLERANCE  # Share of tokens per second that a smaller batch may cost
 
     def __post_init__(self) -> None:
         for name in ("sequences", "overlaps", "state_dtypes"):
@@ -221,11 +220,9 @@ class SearchResult:
         found = ["Nothing fits."]
         if self.candidates:
             found = [self._table(), self._places(), self._stages(), self._drives()]
-        lists = [
-            markdown_list("Searched", [*tried, *self.refused]),
-            markdown_list("Assumed", self.assumptions()),
-        ]
-        return "\n\n".join([title, *found, *lists])
+        searched = markdown_list("Searched", [*tried, *self.refused])
+        assumed = markdown_list("Assumed", self.assumptions())
+        return "\n\n".join([title, *found, searched, assumed])
 
     def _table(self) -> str:
         head = (
@@ -252,8 +249,7 @@ class SearchResult:
 
     def _places(self) -> str:
         """Return where the tensors of the best settings are that have left the device."""
-        offloaded = self.best.placement.offloaded
-        if not offloaded:
+        if not (offloaded := self.best.placement.offloaded):
             where = "in memory" if self.model.on_cpu else "on the device"
             return f"The first row offloads nothing: everything fits {where}."
         memory = "in memory" if self.model.on_cpu else "in host memory"
@@ -279,15 +275,12 @@ class SearchResult:
 
     def _drives(self) -> str:
         """Return what the best settings write, and how long the drives last."""
-        step = self.best.step
+        step, lifespans = self.best.step, self.lifespans
         per_day = step.moved_bytes("written") / step.seconds * SECONDS_PER_DAY
         rows = [
             ("written in a step", f"{step.moved_bytes('written') / 1e9:.1f} GB"),
             ("written in a day", f"{per_day / 1e12:.1f} TB"),
-            *(
-                (f"lifespan, {name}", f"{years:.2g} years")
-                for name, years in self.lifespans.items()
-            ),
+            *((f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans.items()),
         ]
         if (budget := self.model.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
@@ -296,7 +289,7 @@ class SearchResult:
             others = max(0.0, per_day - activations / step.seconds * SECONDS_PER_DAY)
             shares = f"{per_day / budget:.0%}, without activations {others / budget:.0%}"
             rows.insert(2, ("of the budget for a day", shares))
-        if not self.lifespans:
+        if not lifespans:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
 

@@ -47,8 +47,7 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     """Find the settings with the highest throughput; see [Note: the order of settings]."""
     model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     candidates = _Candidates(model, space.tolerance)
-    choices = [*_choices(model, space)]
-    for settings in Progress("search", unit=" settings", iterable=choices):
+    for settings in Progress("search", unit=" settings", iterable=[*_choices(model, space)]):
         candidates.try_settings(settings)
     if space.batch is None:
         # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
@@ -66,8 +65,7 @@ class _Candidates:
         self.refused: dict[str, Refusal] = {}
         self.nearest: Placement | None = None
         self.tried = 0
-        self._model = model
-        self._least = 1 - tolerance
+        self._model, self._least = model, 1 - tolerance
         self._kinds: dict[object, list[Candidate]] = {}
 
     def try_settings(self, settings: Settings) -> None:
@@ -135,28 +133,21 @@ def _at_least_as_good(one: Candidate, other: Candidate) -> bool:
 
 
 def _cost(found: Candidate) -> tuple[float, ...]:
-    settings = found.settings
-    return (
-        len(found.offloads),
-        found.step.moved_bytes("written"),
-        settings.recomputed_layers,
-        settings.overlap != "commit",
-        settings.micro_batches,
-        -found.tokens_per_second,
-    )
+    settings, written = found.settings, found.step.moved_bytes("written")
+    others = (settings.recomputed_layers, settings.overlap != "commit", settings.micro_batches)
+    return (len(found.offloads), written, *others, -found.tokens_per_second)
 
 
 def _choices(model: Model, space: Space) -> Iterator[Settings]:
     layers = model.shape.layers
     again = sorted({layers * part // _RECOMPUTED_PARTS for part in range(_RECOMPUTED_PARTS + 1)})
     for sequence in space.sequences:
-        for batch, micro_batches in _batches(space, sequence):
+        for batches in _batches(space, sequence):
             for recomputed, offloads in itertools.product(again, _OFFLOADS):
                 # If states stay, it makes no difference when the update runs.
                 overlaps = space.overlaps if offloads[0] else space.overlaps[:1]
                 for overlap, dtype in itertools.product(overlaps, space.state_dtypes):
-                    work = (batch, micro_batches, sequence)
-                    yield Settings(*work, recomputed, *offloads, overlap, dtype)
+                    yield Settings(*batches, sequence, recomputed, *offloads, overlap, dtype)
 
 
 def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
@@ -167,10 +158,9 @@ def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
                 yield space.batch, micro_batches
         return
     most = space.most(sequence)
-    for micro in _round_numbers(most):
-        for times in _MICRO_BATCHES:
-            if micro * times <= most:
-                yield micro * times, times
+    for micro, times in itertools.product(_round_numbers(most), _MICRO_BATCHES):
+        if micro * times <= most:
+            yield micro * times, times
 
 
 def _round_numbers(most: int) -> Iterator[int]:
@@ -183,8 +173,7 @@ def _round_numbers(most: int) -> Iterator[int]:
 
 def _around(settings: Settings, space: Space) -> Iterator[Settings]:
     """Yield the same settings with micro-batches between those that were tried."""
-    micro = settings.micro_batch
-    most = space.most(settings.sequence)
+    micro, most = settings.micro_batch, space.most(settings.sequence)
     tried = sorted(_round_numbers(most))
     most //= settings.micro_batches
     below = max((number for number in tried if number < micro), default=micro)
@@ -214,7 +203,7 @@ def _with_blocks(model: Model, settings: Settings) -> Placement:
         return model.place(settings)
     for blocks in _BLOCKS_IN_FLIGHT:
         placement = model.place(replace(settings, blocks_in_flight=blocks))
-        activations = placement.split("activations").total_bytes
-        if placement.ok and not activations and not placement.uses_drives:
+        offloads_more = placement.uses_drives or placement.split("activations").total_bytes
+        if placement.ok and not offloads_more:
             break
     return placement
