@@ -268,6 +268,7 @@ class PlannedBudget(Budget):
         limit = memory.limit_bytes()
         known = memory.used_bytes() - nbytes + memory.upcoming_bytes()
         if memory.steps() > self._seen_steps:
+            self._seen_room = 0
             if self._kept:
                 least = min(kept.saved_bytes for kept in self._kept)
                 self._seen_room = least + int(_SEEN_SHARE * limit) - memory.meter.peak_bytes()
