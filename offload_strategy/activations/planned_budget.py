@@ -25,7 +25,7 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.idle_memory import FreedMemory
+from offload_strategy.host_memory.idle_memory import FreedMemory, return_freed_memory
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
@@ -124,10 +124,11 @@ class PlannedBudget(Budget):
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
         # Bytes of a pass that may stay while nothing is measured, and in the first measured pass.
         self._certain_room = 0
-        # By the peak of the last step; the passes of this step, if its peak is measured.
-        self._seen_room = 0
+        # By the peak of the last step. If that of this step is measured: its latest pass, the least
+        # and the most that its passes before have saved, and what was upcoming at its start.
+        self._seen_room = self._least = self._most = self._upcoming = 0
         self._seen_steps = -1
-        self._kept: list[Trace] = []
+        self._current: Trace | None = None
         self._first_room: int | None = None
         self._planned_for: int | None = None
         # Bytes of idle buffers that may stay in the memory that is limited.
@@ -266,27 +267,34 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         assert memory.upcoming_bytes is not None
         limit = memory.limit_bytes()
-        known = memory.used_bytes() - nbytes + memory.upcoming_bytes()
+        used, upcoming = memory.used_bytes() - nbytes, memory.upcoming_bytes()
+        looks = self._current is not None
+        if self._current is not None:
+            saved = self._current.saved_bytes
+            self._least, self._most = min(self._least, saved), max(self._most, saved)
         if memory.steps() > self._seen_steps:
-            self._seen_room = 0
-            if self._kept:
-                least = min(kept.saved_bytes for kept in self._kept)
-                self._seen_room = least + int(_SEEN_SHARE * limit) - memory.meter.peak_bytes()
-            self._seen_steps = memory.steps()
-            self._kept.clear()
-            if known > _SCARCE_SHARE * limit:
+            self._seen_steps, self._seen_room = memory.steps(), 0
+            # States that are there from now on were not there at the peak of the first step.
+            if looks and upcoming >= self._upcoming:
+                seen = self._least + int(_SEEN_SHARE * limit) - memory.meter.peak_bytes()
+                self._seen_room = min(self._most, seen)
+            self._least, self._most, self._upcoming = limit, 0, upcoming
+            looks = used + upcoming > _SCARCE_SHARE * limit
+            if looks:
                 memory.meter.reset_peak()
-                self._kept.append(trace)
-                if self._freed is None and memory.meter.counts_host_buffers:
-                    self._freed = FreedMemory(limit)
-        elif self._kept:
-            self._kept.append(trace)
-        return max(int(_CERTAIN_SHARE * limit) - known, self._seen_room)
+                looks = memory.meter.resets
+            if looks and self._freed is None and memory.meter.counts_host_buffers:
+                self._freed = FreedMemory(limit)
+        self._current = trace if looks else None
+        certain = int(_CERTAIN_SHARE * limit) - used - upcoming
+        return max(certain, self._seen_room - self.others_bytes(trace))
 
     def _begin(self, items: int) -> None:
         memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
+        if memory.meter.counts_host_buffers:
+            return_freed_memory()
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(

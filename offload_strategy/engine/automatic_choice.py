@@ -100,8 +100,10 @@ class AutomaticChoice:
         Several ranks must decide alike and have different memory, so their states leave.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Where nothing watches the memory of the process, it must not keep more.
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        if on_host and not leaves_gaps():
+        watched = self.plans_activations() and on_host
+        if watched and not leaves_gaps():
             keep_freed_memory()
         streams = self._decided.get("parameters", False)
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
@@ -128,7 +130,7 @@ class AutomaticChoice:
         )
         if keeps:
             self._kept[optimizer] = state_bytes
-            if on_host:
+            if watched:
                 keep_freed_memory()
         else:
             self._swaps = True

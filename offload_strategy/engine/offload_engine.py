@@ -99,8 +99,8 @@ class OffloadEngine(EngineReports):
         self._forwards = 0
         self._device = torch.device("cpu")
         self._log = StepLog(self._recorder, self._optimizers, self._metrics.warn_about_wear)
-        log = self._log
-        self._choice.limit.steps = lambda: log.steps
+        log = weakref.ref(self._log)
+        self._choice.limit.steps = lambda: 0 if (alive := log()) is None else alive.steps
         if self.config.prometheus_port is not None:
             metrics: Any = weakref.WeakMethod(self.metrics)
             rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)

@@ -62,7 +62,8 @@ class StepLog:
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Let steps end with those of an optimizer, if its states are offloaded."""
-        if optimizer is not None:
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of frameworks have none
+            assert optimizer is not None
             self._handles.append(optimizer.register_step_post_hook(WeakHook(self._count)))
         if isinstance(optimizer, OffloadedOptimizer):
             # The hook lies on the user's own optimizer, which may live longer.

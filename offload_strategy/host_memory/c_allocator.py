@@ -20,8 +20,8 @@ from offload_strategy.units import MiB
 _VARIABLE, _NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 #: First version without such gaps.
 _MERGES = (2, 39)
-#: Numbers of settings in <malloc.h>, and their largest values; with one set, neither changes.
-_M_TRIM_THRESHOLD, _NEVER = -1, 2**31 - 1
+#: Numbers of settings in <malloc.h>, and their values: the second is what glibc raises it to.
+_M_TRIM_THRESHOLD, _NEVER = -1, -1
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 32 * MiB
 #: Words of variables by which somebody else has chosen.
 _CHOSEN = ("trim_threshold", "mmap_threshold", "top_pad", "mmap_max")

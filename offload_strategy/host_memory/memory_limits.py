@@ -62,7 +62,8 @@ class PeakMeter:
         self._parameter = weakref.ref(parameter)
         self._latest_device = parameter.device
         self._proc = Path("/proc/self")
-        self._resets = True
+        #: Whether `peak_bytes` is a peak, as far as `reset_peak` has found.
+        self.resets = True
 
     @property
     def _device(self) -> torch.device:
@@ -84,14 +85,14 @@ class PeakMeter:
         try:
             (self._proc / "clear_refs").write_text("5")
         except OSError:  # not allowed: the figure would be that of the process's whole life
-            self._resets = False
+            self.resets = False
 
     def peak_bytes(self) -> int:
         """Bytes at most since `reset_peak`."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.peak_allocated_bytes(self._device)
         try:
-            for line in (self._proc / "status").read_text().splitlines() if self._resets else ():
+            for line in (self._proc / "status").read_text().splitlines() if self.resets else ():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
         except OSError:

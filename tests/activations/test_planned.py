@@ -50,7 +50,7 @@ class TierLoad:
 class Memory:
     """Of a training that has so much in memory beside its items."""
 
-    counts_host_buffers = True
+    counts_host_buffers = resets = True
 
     def __init__(self, others: int) -> None:
         self.others = others

@@ -145,7 +145,7 @@ def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
 def test_launched_processes_get_the_settings_of_an_allocator_that_leaves_gaps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
+    path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION, use_cpu=True))
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     for version, given in (("glibc 2.36", True), ("glibc 2.39", False), ("musl 1.2", False)):
         monkeypatch.setattr("os.confstr", lambda _, version=version: version)

@@ -36,7 +36,8 @@ def test_training_with_encrypted_tiers_changes_no_bit(
         config["parameters"] = {"enabled": True, "min_size": 1}
     metrics = same_with_and_without(train, config)
     for client in ["activations", "optimizer", *(["parameters"] if streamed else [])]:
-        assert metrics[f"offload/{client}/read_bytes"] > 0, client
+        moved = [metrics[f"offload/{client}/{verb}_bytes"] for verb in ("read", "forwarded")]
+        assert sum(moved) > 0, client  # a write that is not over when backward comes is cancelled
 
 
 #: What no disk has by chance: 16 bytes of a float32 tensor in which every element is the same.

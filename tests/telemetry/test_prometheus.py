@@ -76,7 +76,7 @@ def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(
         gc.collect()
         with pytest.raises(urllib.error.URLError, match="refused"):
             scraped(port)
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # those of an earlier test may have ended
 
 
 def test_of_several_engines_the_newest_open_one_is_served(

@@ -120,7 +120,9 @@ def environment_for(path: str | None) -> dict[str, str]:
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
-    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true", **launch_environment()}
+    on_host = content.get("use_cpu") or distributed == "MULTI_CPU"
+    allocator = launch_environment() if on_host else {}
+    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true", **allocator}
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
