@@ -7,8 +7,8 @@ their rates, and a meter gives the baseline memory (`baseline_memory`): a lifeti
 (`plan_runtime.lifetime_plan`) selects what is offloaded. The room for items is the limit minus the
 baseline memory. A new plan is made if the room has changed by much.
 
-If the engine decides what leaves (``mode: auto``), everything stays at first, and nothing is
-measured, until a pass saves more than is certainly free; from there on it is as above.
+If the engine decides what leaves (``mode: auto``), everything stays at first, and only peaks of
+steps are measured, until a pass saves more than is certain to fit; from there on it is as above.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class MemoryLimit:
 
     `profile_passes` come before the first plan; `meter` must be set before the first pass. If the
     engine decides what leaves, `upcoming_bytes` returns what training will need besides what is in
-    use and what is saved. `name` is that of the setting in the config.
+    use and what is saved; `steps`, how often optimizers have stepped. `name` is that of the setting
+    in the config.
     """
 
     nbytes: int | None

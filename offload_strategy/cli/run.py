@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    command = [word for word in options.command[:1] if word != "--"] + options.command[1:]
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ConfigError("run: name the command to start: ssd-offload run python train.py")
     try:
