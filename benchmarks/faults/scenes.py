@@ -43,6 +43,7 @@ from benchmarks.faults.subject import (
     train,
 )
 from offload_strategy import OffloadEngine
+from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
@@ -134,8 +135,7 @@ def read_error_in_step(place: Path) -> Outcome:
     commit = Updater.commit
     with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
         # New weights do not fit into host memory, and wait for `step()` on the disk.
-        small = {"optimizer": {"subgroup_size": 5_000}, "memory": {"pinned": "64KiB"}}
-        engine = OffloadEngine(settings(disk.directory, **small))
+        engine = OffloadEngine(settings(disk.directory, optimizer={"subgroup_size": 5_000}))
 
         def commit_and_fail(
             updater: Updater, ahead_update: AheadUpdate, unchanged: bool | None
@@ -151,6 +151,7 @@ def read_error_in_step(place: Path) -> Outcome:
                 settled(engine)
                 later.enter_context(mock.patch.object(Updater, "commit", commit_and_fail))
 
+            later.enter_context(mock.patch.object(IdleLimit, "has_room", return_value=False))
             train(engine, outcome, {(1, BACKWARDED): happen})
     return outcome
 

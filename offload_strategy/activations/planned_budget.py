@@ -25,7 +25,8 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.idle_memory import FreedMemory, return_freed_memory
+from offload_strategy.host_memory.c_allocator import freed_memory
+from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
@@ -135,7 +136,7 @@ class PlannedBudget(Budget):
         # Bytes of idle buffers that may stay in the memory that is limited.
         self._idle_bytes = 0
         # If the device is the CPU, whose memory is that of the C library.
-        self._freed: FreedMemory | None = None
+        self._freed: TrimmingNearLimit | None = None
         self._told = False
         # The pass whose backward ended last, until the next one starts; the last with known times.
         self._over: Trace | None = None
@@ -285,7 +286,7 @@ class PlannedBudget(Budget):
                 memory.meter.reset_peak()
                 looks = memory.meter.resets
             if looks and self._freed is None and memory.meter.counts_host_buffers:
-                self._freed = FreedMemory(limit)
+                self._freed = TrimmingNearLimit(limit)
         self._current = trace if looks else None
         certain = int(_CERTAIN_SHARE * limit) - used - upcoming
         return max(certain, self._seen_room - self.others_bytes(trace))
@@ -295,7 +296,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
-            return_freed_memory()
+            freed_memory.return_all()
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -307,7 +308,7 @@ class PlannedBudget(Budget):
         # What has been kept until now stays.
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
-            self._freed = FreedMemory(self.limit_bytes)
+            self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
         self._baseline.begin(0)
 

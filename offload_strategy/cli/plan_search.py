@@ -28,7 +28,7 @@ from offload_strategy.cli.options import check_writable
 from offload_strategy.cli.this_machine import as_drives, known_path
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.idle_memory import return_freed_memory
+from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
@@ -186,7 +186,7 @@ def measured_cores(
     copy_rate = _copies()
     # Measured even if it is given: the process takes more memory after it has trained a little.
     measured_rate = copy_rate / _COPIED_BYTES if quickly else _updates()
-    return_freed_memory()
+    freed_memory.return_all()
     return Cores(
         flops=flops,
         update_rate=update_rate or measured_rate,

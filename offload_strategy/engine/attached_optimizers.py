@@ -97,6 +97,7 @@ class AttachedOptimizers:
         state_bytes = sum(supported.state_bytes)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
+        self._resources.pool.process_limit = self._choice.host_limit_bytes
         kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)

@@ -11,6 +11,7 @@ where all fits. Only what cannot change numbers is decided here.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -136,6 +137,13 @@ class AutomaticChoice:
             self._swaps = True
         self._decided["optimizer"] = not keeps
         return keeps
+
+    def host_limit_bytes(self) -> int:
+        """Return the bytes that training may have in host memory, if it is on the CPU."""
+        meter = self.limit.meter
+        if meter is None or not meter.counts_host_buffers:
+            return sys.maxsize
+        return self.limit.limit_bytes()
 
     def explain(self, effective: OffloadConfig) -> None:
         """Log the settings that choose what was chosen, unless the config had them all."""

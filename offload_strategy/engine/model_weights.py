@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.host_memory.idle_memory import return_freed_memory
+from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import is_sharded
@@ -162,7 +162,7 @@ class EngineWeights:
         if self._stream is None:
             return
         self._resources.store.trim()
-        return_freed_memory()
+        freed_memory.return_all()
         missing, free = self._stream.offloaded_bytes(), available_bytes()
         fits = missing < _RESTORED_SHARE * free
         if not fits:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 from offload_strategy.units import MiB
@@ -44,7 +45,7 @@ def leaves_gaps() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, until `return_freed_memory` returns it.
+    """Let glibc keep freed memory for the next step, until `freed_memory` returns it.
 
     Does nothing with another C library, or if the environment has settings of these.
     """
@@ -55,6 +56,49 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+class _Usage(ctypes.Structure):
+    """The result of `mallinfo2`."""
+
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _NAMES.split())
+
+
+class FreedMemory:
+    """Memory of freed tensors that glibc keeps in its heap, and that is resident."""
+
+    def __init__(self) -> None:
+        self._usage: Callable[[], _Usage] | None = None
+        # Of the bytes that are free, those that were returned to the system and not used since.
+        self._returned_bytes = 0
+        # Gaps hardly serve another request.
+        if _version() is not None and not leaves_gaps():
+            with suppress(OSError, AttributeError):  # glibc before 2.33
+                self._usage = ctypes.CDLL(None).mallinfo2
+                self._usage.restype = _Usage
+
+    def nbytes(self) -> int:
+        """Return how many bytes a request for memory finds there at least."""
+        free = self._free_bytes()
+        self._returned_bytes = min(self._returned_bytes, free)
+        return free - self._returned_bytes
+
+    def return_all(self) -> None:
+        """Return it to the system; other C libraries keep what they do.
+
+        Takes some milliseconds, and page faults when the memory is used again.
+        """
+        with suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
+            self._returned_bytes = self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        return 0 if self._usage is None else int(self._usage().fordblks)
+
+
+#: That of this process.
+freed_memory = FreedMemory()
 
 
 def launch_environment() -> dict[str, str]:

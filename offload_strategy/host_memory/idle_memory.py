@@ -9,23 +9,30 @@ Idle buffers stay mapped as long as the process is smaller than what it needed i
 steps or in this one. In a forward pass, the largest growth between two measurements counts as
 needed in advance: while a loss is computed from large logits, no buffer is acquired or released.
 Clients that read and write alternately may allow more: a request uses what the last one released.
+
+What may wait in memory or on a tier, as new weights do until `step()`, stays in memory while the
+process takes little more than it needs otherwise (`IdleLimit.has_room`). At the end of backward,
+what autograd saved is gone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from timeit import default_timer as perf_counter
 
+from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
 #: A measurement takes some ten microseconds; more frequent ones are of no use.
 _LOOK_SECONDS = 0.001
+#: Share by which what waits in memory may raise the memory in use, and share of the limit up to
+#: which it may: the heap has gaps besides.
+_WAITING_SHARE, _IN_USE_SHARE = 0.2, 0.75
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of
@@ -47,16 +54,7 @@ def resident_bytes() -> int | None:
         os.close(file)
 
 
-def return_freed_memory() -> None:
-    """Return what glibc keeps of freed memory to the system; other C libraries keep what they do.
-
-    Takes some milliseconds, and page faults when the memory is used again.
-    """
-    with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class FreedMemory:
+class TrimmingNearLimit:
     """Returns freed memory to the system while the process is near a limit.
 
     glibc keeps freed tensors of up to 32 MiB for later requests, and their sizes fragment it: a
@@ -78,7 +76,7 @@ class FreedMemory:
         self._look_at = begin + _LOOK_SECONDS
         resident = resident_bytes() or 0
         if resident > (self._near if begin >= self._return_at else self._close):
-            return_freed_memory()
+            freed_memory.return_all()
             returned = max(0, resident - (resident_bytes() or 0))
             end = perf_counter()
             cost = end - begin + returned * _FAULT_SECONDS
@@ -98,6 +96,11 @@ class IdleLimit:
         self._look_at = 0.0
         #: Bytes by which idle memory may raise the memory of the process.
         self.may_exceed = 0
+        #: Bytes that the process may have in memory.
+        self.process_bytes = sys.maxsize
+        #: Bytes that stay in memory because there was room, and the most in use besides those.
+        self.waiting = 0
+        self._most_in_use = 0
 
     def pass_begins(self) -> bool:
         """Start a pass, once before buffers are acquired; False if the system tells no memory."""
@@ -120,7 +123,7 @@ class IdleLimit:
         idle, resident = idle_bytes(), resident_bytes()
         if resident is None:
             return 0
-        need, latest = resident - idle, self._latest
+        need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
         limit = max(self._most, self._need) + self.may_exceed
         if self._in_forward:
@@ -128,7 +131,17 @@ class IdleLimit:
             self._in_forward = not acquires
         if self._in_forward:
             limit -= max(growth for _, growth in self.passes)
-        return max(0, resident - limit)
+        return max(0, need + idle - limit)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more may wait in memory."""
+        resident = resident_bytes()
+        if resident is None:
+            return False
+        in_use = resident - freed_memory.nbytes()
+        self._most_in_use = max(self._most_in_use, in_use - self.waiting)
+        most = min((1 + _WAITING_SHARE) * self._most_in_use, _IN_USE_SHARE * self.process_bytes)
+        return in_use + nbytes <= most and resident <= _NEAR_SHARE * self.process_bytes
 
     def acquired(self, nbytes: int) -> None:
         """Count a buffer that was acquired after a measurement as needed."""

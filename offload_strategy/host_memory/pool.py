@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,12 +49,13 @@ class MemoryUsage:
 class BufferPool:
     """Allocates flat uint8 tensors over page-aligned host memory, `budget` bytes at a time.
 
-    Large ones are ranges of an arena, pinned ones of slabs. Small ones are recycled by size, and so
-    are planned ones, so that they exist when they are needed.
+    Large ones are ranges of an arena, pinned ones of slabs. Small ones are recycled by size.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        #: Returns the bytes that the process may have in memory.
+        self.process_limit: Callable[[], int] = lambda: sys.maxsize
         self._lock = threading.Lock()
         # Size -> idle buffers; the least recently used size is trimmed first.
         self._idle: OrderedDict[int, list[HostBuffer]] = OrderedDict()
@@ -67,34 +69,12 @@ class BufferPool:
         self._slabs = PinnedSlabs(budget)
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
-        # Sizes planned by each owner, and in all.
-        self._plans: dict[int, Counter[int]] = {}
-        self._planned: Counter[int] = Counter()
         # Limit of `keep_idle`; without it the default, and the bytes in addition to it.
         self._scarce: int | None = None
         self._beyond = 0
         self._limit = IdleLimit()
 
     # ------------------------------------------------------------------ limits of idle memory
-    def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
-        """Keep buffers of these sizes, most important first, unless the budget needs them.
-
-        This replaces the `owner`'s plan (MemAscend, section IV-B); `at_most` limits all plans.
-        """
-        with self._lock:
-            self._plans.pop(id(owner), None)
-            room = at_most - sum(
-                size * count for plan in self._plans.values() for size, count in plan.items()
-            )
-            kept = self._plans[id(owner)] = Counter()
-            for size in sizes:
-                room -= size
-                if room < 0:
-                    break
-                kept[round_up(size, PAGE_BYTES)] += 1
-            self._planned = sum(self._plans.values(), Counter())
-            self._collect()
-
     def keep_idle(self, nbytes: int) -> None:
         """Keep at most so many bytes of idle buffers from now on, because memory is scarce."""
         with self._lock:
@@ -112,6 +92,7 @@ class BufferPool:
 
     def pass_begins(self) -> None:
         """Unmap idle memory that would raise the peak of a forward pass, which starts now."""
+        self._limit.process_bytes = self.process_limit()
         if self._limit.pass_begins():
             self.look()
         else:
@@ -124,7 +105,7 @@ class BufferPool:
             self.trim(idle - excess)
 
     def trim(self, keep: int = 0) -> None:
-        """Unmap idle memory but for `keep` bytes, what is planned, and pinned slabs."""
+        """Unmap idle memory but for `keep` bytes and pinned slabs."""
         with self._lock:
             self._collect()
             self._trim(self.budget, keep)
@@ -134,7 +115,7 @@ class BufferPool:
         with self._lock:
             self._collect()
             in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-            return in_arena + self._spare_bytes(self._planned)
+            return in_arena + self._idle_buffers_bytes()
 
     # ------------------------------------------------------------------ buffers
     def acquire(
@@ -170,6 +151,23 @@ class BufferPool:
             self._limit.acquired(nbytes)
             return lent.tensor
 
+    def may_wait(self, nbytes: int) -> bool:
+        """Whether what may wait elsewhere can stay in memory; see [Note: idle memory and peaks]."""
+        with self._lock:
+            self._collect()
+        return self._limit.has_room(nbytes)
+
+    def count_waiting(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor outside of the budget that stays in memory because it `may_wait`."""
+        with self._lock:
+            loan = weakref.ref(tensor, self._returned.append)
+            self._loans[id(loan)] = (loan, 0, 0, partial(self._count, -tensor.nbytes))
+            self._count(tensor.nbytes)
+            return tensor
+
+    def _count(self, waiting: int) -> None:
+        self._limit.waiting += waiting
+
     def usage(self) -> MemoryUsage:
         """Return the current memory of the pool."""
         with self._lock:
@@ -184,6 +182,7 @@ class BufferPool:
             self._slabs = PinnedSlabs(self.budget)
             # From now on only the tensors own their memory.
             self._loans.clear()
+            self._limit.waiting = 0
             self._arena = None
             self._apart = self._lent = self._requested = 0
 
@@ -197,8 +196,8 @@ class BufferPool:
         return self._apart + self._slabs.held_bytes + in_arena
 
     def _arena_for(self, size: int) -> Arena | None:
-        """Return the arena for a large request that no plan has, if the system allows one."""
-        if size < _LARGE_BYTES or size in self._planned:
+        """Return the arena for a large request, if the system allows one."""
+        if size < _LARGE_BYTES:
             return None
         if self._arena is None and self._has_arena:
             try:
@@ -239,11 +238,7 @@ class BufferPool:
         """Return the size of an idle buffer that serves the request, or None."""
         if self._idle.get(size):
             return size
-        larger = (
-            other
-            for other, buffers in self._idle.items()
-            if size < other <= size * (1 + _SPARE) and len(buffers) > self._planned.get(other, 0)
-        )
+        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
         return min(larger, default=None)
 
     def _collect(self) -> None:
@@ -258,32 +253,29 @@ class BufferPool:
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Unmap idle memory until both limits hold: buffers, then the arena, then planned ones."""
+        """Unmap idle memory until both limits hold: buffers, then the arena."""
         slabs = self._slabs
         idle = self._held - self._lent - (slabs.held_bytes - slabs.lent_bytes)
         if self._held <= held_at_most and idle <= idle_at_most:
             return
         arena = self._arena
         in_arena = 0 if arena is None else arena.idle_bytes()
-        self._unmap(self._planned, held_at_most, idle_at_most - in_arena)
+        self._unmap(held_at_most, idle_at_most - in_arena)
         if arena is not None:
             arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
         slabs.give_up(self._held - held_at_most)
-        self._unmap({}, held_at_most, self._apart)
 
-    def _spare_bytes(self, kept: Mapping[int, int]) -> int:
-        idle = self._idle.items()
-        return sum(size * max(0, len(buffers) - kept.get(size, 0)) for size, buffers in idle)
+    def _idle_buffers_bytes(self) -> int:
+        return sum(size * len(buffers) for size, buffers in self._idle.items())
 
-    def _unmap(self, kept: Mapping[int, int], held_at_most: int, idle_at_most: int) -> None:
-        spare = self._spare_bytes(kept)
+    def _unmap(self, held_at_most: int, idle_at_most: int) -> None:
+        idle = self._idle_buffers_bytes()
         for size in list(self._idle):
             buffers = self._idle[size]
-            while len(buffers) > kept.get(size, 0):
-                if self._held <= held_at_most and spare <= idle_at_most:
+            while buffers:
+                if self._held <= held_at_most and idle <= idle_at_most:
                     return
                 buffers.pop().release()
                 self._apart -= size
-                spare -= size
-            if not buffers:
-                del self._idle[size]
+                idle -= size
+            del self._idle[size]

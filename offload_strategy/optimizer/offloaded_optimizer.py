@@ -106,6 +106,8 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
+            # Of states in host memory, step() frees all old ones at once.
+            store.pool.keep_idle_beyond(sum(t.capacity for t in tiers if t.is_host_memory))
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
         self._numbers = count(1)

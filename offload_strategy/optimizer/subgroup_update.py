@@ -20,6 +20,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
+    NewWeights,
     hyper_parameters,
     sums_of_bits,
     with_gradient,
@@ -47,7 +48,7 @@ from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
+from offload_strategy.torch_support.dtensors import is_sharded
 
 
 class WeightResidency(Protocol):
@@ -113,7 +114,7 @@ class Updater:
         self._tiers = list(tiers)
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
-        self._new_weight_tiers = [*device_tiers, *new_weight_tiers]
+        self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
         self._residency = residency
         self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
@@ -178,9 +179,15 @@ class Updater:
 
     @torch.no_grad()
     def update_ahead(
-        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]
+        self,
+        subgroup: Subgroup,
+        gradients: Mapping[int, torch.Tensor],
+        memory: Sequence[torch.Tensor] | None,
     ) -> AheadUpdate:
-        """Run the update on copies, with the gradients that are expected at `step()` by slice."""
+        """Run the update on copies, with the gradients that are expected at `step()` by slice.
+
+        In `memory` for the copies, where there is some: a tensor for each gradient.
+        """
         with self.timings.measure() as timing:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
@@ -188,12 +195,14 @@ class Updater:
             with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
-                layout = Layout.of(current)
-                flat = self._store.borrow("optimizer", layout.nbytes, current[0].device)
-                weights = layout.views(flat)
-                for copy, weight, gradient in zip(
-                    weights, current, gradients.values(), strict=True
-                ):
+                layout, flat, device = Layout.of(current), None, current[0].device
+                if memory is None and device.type == "cpu":
+                    memory = self._memory_for(current)
+                if memory is None:
+                    flat = self._store.borrow("optimizer", layout.nbytes, device)
+                    memory = layout.views(flat)
+                new_weights, weights = NewWeights(memory, layout), memory
+                for copy, weight, gradient in zip(memory, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
                 del current, weight
@@ -207,8 +216,17 @@ class Updater:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             timing.written_bytes = new.nbytes
-            ticket = self._store.put(flat, "optimizer", [*self._new_weight_tiers, *self._tiers])
-            return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, layout, ticket)
+            if flat is not None:
+                tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
+                new_weights.put(self._store, flat, tiers)
+            return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, new_weights)
+
+    def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return memory for copies of weights on the CPU that wait there, or None without room."""
+        pool = self._store.pool
+        if not pool.may_wait(sum(weight.nbytes for weight in weights)):
+            return None
+        return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 
     @torch.no_grad()
     def unchanged(self, ahead_updates: Sequence[AheadUpdate]) -> list[bool | None]:
@@ -243,9 +261,9 @@ class Updater:
                 if not unchanged:
                     self.drop(ahead_update)
                     return False
-                flat = self._store.take(ahead_update.weights)
+                new_weights = ahead_update.new_weights.take(self._store)
                 self.has_begun = True
-                for weight, new in zip(weights, ahead_update.layout.views(flat), strict=True):
+                for weight, new in zip(weights, new_weights, strict=True):
                     weight.copy_(new)
                 del weight, weights
             self._set_states(ahead_update.subgroup, ahead_update.states)
@@ -254,7 +272,7 @@ class Updater:
 
     def drop(self, ahead_update: AheadUpdate) -> None:
         """Free an update that will not be committed."""
-        self._store.free(ahead_update.weights)
+        ahead_update.new_weights.free(self._store)
         if ahead_update.states.ticket is not None:
             self._store.free(ahead_update.states.ticket)
 
@@ -268,27 +286,9 @@ class Updater:
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
-        self._store.prefetch(ahead_update.weights)
+        ahead_update.new_weights.prefetch(self._store)
         if self._residency is not None:
             self._residency.prefetch(ahead_update.parameters())
-
-    def reserve_new_weights(self, subgroups: Sequence[Subgroup]) -> None:
-        """Keep buffers for the new weights of these subgroups mapped, within the budget.
-
-        They are needed in every step, and mapping them again takes longer than filling them.
-        """
-        sizes = [
-            Layout.of([param_slice.meta for param_slice in subgroup.slices]).nbytes
-            for subgroup in subgroups
-            if subgroup.slices[0].parameter.device.type == "cpu"
-            and all(packable(local_tensor(each.parameter)) for each in subgroup.slices)
-        ]
-        host = [tier.capacity for tier in self._new_weight_tiers if tier.is_host_memory]
-        self._store.pool.plan(self, sizes, sum(host))
-        if sizes:
-            # When states stay in memory, step() frees all old ones at once.
-            host_tiers = [tier for tier in self._tiers if tier.is_host_memory]
-            self._store.pool.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""

@@ -14,6 +14,11 @@ pytestmark = pytest.mark.skipif(
     reason="the C library is not glibc",
 )
 
+
+def _before(version: tuple[int, ...]) -> bool:
+    return tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < version
+
+
 #: Page faults of 128 MiB of tensors that are freed and made again, after a first time.
 _AGAIN = """
 import json, resource, sys, torch
@@ -44,6 +49,28 @@ def _run(program: str, *arguments: str, **variables: str) -> int:
 def test_memory_that_was_freed_is_there_again_without_page_faults() -> None:
     returned, kept = (_run(_AGAIN, json.dumps(keeps)) for keeps in (False, True))
     assert 2 * kept < returned, "of 32,768 pages"
+
+
+#: MiB that glibc has of freed tensors: of 64, after they were returned, and used and freed again.
+_FREED = """
+import torch
+from offload_strategy.host_memory.c_allocator import freed_memory, keep_freed_memory
+keep_freed_memory()
+def make():
+    return [torch.ones(1 << 20) for _ in range(16)]
+make(); first = freed_memory.nbytes()
+freed_memory.return_all(); returned = freed_memory.nbytes()
+made = make(); freed_memory.nbytes(); del made
+print(int(first >> 20 >= 60 and returned >> 20 < 4 and freed_memory.nbytes() >> 20 >= 60))
+"""
+
+
+@pytest.mark.skipif(_before((2, 33)), reason="this glibc does not tell")
+def test_freed_memory_is_known_unless_it_was_returned() -> None:
+    tunables = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+    assert _run(_FREED, GLIBC_TUNABLES=tunables) == 1
+    if _before((2, 39)):
+        assert _run(_FREED) == 0, "gaps do not count"
 
 
 @pytest.mark.parametrize("variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"])

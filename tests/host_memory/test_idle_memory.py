@@ -170,3 +170,48 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
     assert process.held() == 20 * MiB
     process.pool.pass_begins()
     assert process.held() == 0
+
+
+def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process, freed = Process(monkeypatch), 0
+    monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: freed)
+    process.pool.pass_begins()
+    assert process.pool.may_wait(_OTHER // 5 - MiB)
+    assert not process.pool.may_wait(_OTHER // 5 + MiB)
+    # What was freed is there for it, and counts as used no longer.
+    freed = 300 * MiB
+    waiting = [process.pool.count_waiting(torch.empty(100 * MiB, dtype=torch.uint8))]
+    assert process.pool.may_wait(300 * MiB)
+    assert not process.pool.may_wait(401 * MiB)
+    # What waits is not needed itself.
+    freed = 0
+    process.rest = _OTHER + 100 * MiB
+    assert not process.pool.may_wait(1 * MiB)
+    del waiting[:]
+    assert process.pool.may_wait(119 * MiB)
+
+
+def test_what_waits_stays_below_the_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.pool.process_limit = lambda: _OTHER * 4 // 3 + MiB
+    process.pool.pass_begins()
+    assert process.pool.may_wait(0)
+    assert not process.pool.may_wait(2 * MiB), "three quarters are used"
+    monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: _OTHER)
+    process.pool.process_limit = lambda: _OTHER
+    process.pool.pass_begins()
+    assert not process.pool.may_wait(0), "the process is as large as it may be"
+
+
+def test_idle_memory_stays_beside_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.passes(3, forward=300 * MiB, backward=200 * MiB)
+    process.pool.pass_begins()
+    process.rest = _OTHER + 300 * MiB
+    acquire(process.pool, 20 * MiB)
+    waiting = process.pool.count_waiting(torch.empty(200 * MiB, dtype=torch.uint8))
+    process.rest = _OTHER + waiting.nbytes
+    process.pool.look()
+    assert process.held() >= 20 * MiB

@@ -111,14 +111,6 @@ def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
     assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
 
 
-def test_what_is_planned_is_kept_for_its_own_size() -> None:
-    pool = BufferPool(1 * MiB)
-    pool.plan(pool, [17 * PAGE_BYTES], MiB)
-    address = acquire(pool, 17 * PAGE_BYTES).data_ptr()
-    assert acquire(pool, 16 * PAGE_BYTES).data_ptr() != address
-    assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
-
-
 def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
     pool = BufferPool(64 * MiB)
 
@@ -174,19 +166,6 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes: int)
 
     assert in_a_child(child) == 0
     assert all(bool((buffer == 5).all()) for buffer in acquired)
-
-
-# ---------------------------------------------------------------------- planned classes
-def test_what_is_planned_gives_way_to_what_is_needed() -> None:
-    pool = BufferPool(8 * PAGE_BYTES)
-    pool.plan(pool, [4 * PAGE_BYTES] * 2, MiB)
-    planned = [acquire(pool, 4 * PAGE_BYTES) for _ in range(2)]
-    del planned
-    assert pool.usage().held_bytes == 8 * PAGE_BYTES
-    acquire(pool, 8 * PAGE_BYTES)
-    assert pool.usage().peak_bytes == 8 * PAGE_BYTES
-    pool.close()
-    assert pool.usage().held_bytes == 0
 
 
 @pytest.mark.parametrize("size", [256 * KiB, 2 * MiB], ids=["mappings", "arena"])

@@ -129,13 +129,12 @@ def test_with_commit_gradients_and_new_weights_wait():
     much, little = placed(request(64 * GiB, 5e9, 5e9), COMMIT), placed(request(1.2 * GiB), COMMIT)
     assert much.gradient_bytes == 4 * P
     assert much.split("waiting").host_bytes == 8 * P
-    # New weights may take half of the buffers.
-    assert much.pinned_bytes >= 8 * P
     # Old and new states.
     assert much.split("states").total_bytes == 16 * P
     assert 0 < little.split("waiting").ssd_bytes < 8 * P
     assert little.split("states").host_bytes == 0
-    assert little.pinned_bytes < much.pinned_bytes
+    # Waiting gradients would only be written, new weights are read, too.
+    assert little.gradient_bytes == 0
 
 
 def test_saved_tensors_leave_until_the_rest_fits():

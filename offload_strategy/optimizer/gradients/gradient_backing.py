@@ -61,6 +61,11 @@ class TensorMetadata(NamedTuple):
         strides, offset = tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(tensor.shape, strides, offset, tensor.dtype, tensor.device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """Allocate a tensor of this shape, strides and dtype."""
         with outside_inference_mode():
@@ -258,7 +263,7 @@ class GradientBacking:
         alone = torch._C._storage_Use_Count(storage._cdata) <= 2
         if alone and storage.nbytes() == data.nbytes:
             self._source = put(data)
-            self._version = 0
+            self._version = self._source_version()
 
     # ------------------------------------------------------------------ edits and norms
     def record(self, edit: Edit) -> None:

@@ -24,7 +24,8 @@ import torch
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.states.subgroups import Layout, StateSet, Subgroup, packable
-from offload_strategy.store.ticket import Ticket
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket, Tier
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,6 +44,39 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class NewWeights:
+    """Copies of weights for an update, which wait for `step()` in memory or in a ticket."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
+        #: The copies, until they are offloaded.
+        self.tensors = tensors
+        self._layout = layout
+        self._ticket: Ticket | None = None
+
+    def put(self, store: TensorStore, flat: torch.Tensor, tiers: Sequence[Tier]) -> None:
+        """Offload the copies, which are views of a flat tensor by the layout."""
+        self._ticket = store.put(flat, "optimizer", tiers)
+        self.tensors = ()
+
+    def prefetch(self, store: TensorStore) -> None:
+        """Begin to load what was offloaded."""
+        if self._ticket is not None:
+            store.prefetch(self._ticket)
+
+    def take(self, store: TensorStore) -> Sequence[torch.Tensor]:
+        """Return the copies, which nothing else references afterwards."""
+        tensors, self.tensors = self.tensors, ()
+        if self._ticket is not None and self._layout is not None:
+            return self._layout.views(store.take(self._ticket))
+        return tensors
+
+    def free(self, store: TensorStore) -> None:
+        """Free the copies."""
+        self.tensors = ()
+        if self._ticket is not None:
+            store.free(self._ticket)
+
+
 @dataclass(eq=False)
 class AheadUpdate:
     """A finished update ahead of `step()`; see [Note: commit]."""
@@ -57,9 +91,7 @@ class AheadUpdate:
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
-    #: Of the new weights in their ticket.
-    layout: Layout
-    weights: Ticket
+    new_weights: NewWeights
 
     def may_be_valid(self, group: dict[str, Any]) -> bool:
         """Whether `step()` would compute the same, as far as version counters tell.

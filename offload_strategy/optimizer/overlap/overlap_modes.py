@@ -19,6 +19,7 @@ from offload_strategy.optimizer.gradients.gradient_backing import (
     ConsumedGradient,
     GradientBacking,
     StoredGradient,
+    TensorMetadata,
     norm_of,
 )
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
@@ -86,13 +87,42 @@ class RetainedGradients:
     def retain(self, backing: GradientBacking) -> None:
         """Keep a gradient in memory if it fits, else move it to the tiers."""
         metadata = backing.metadata
-        nbytes = metadata.shape.numel() * metadata.dtype.itemsize
-        on_host = metadata.device.type == "cpu"
-        if on_host and self._host.has_room(self._in_memory_bytes + nbytes):
-            self._in_memory_bytes += nbytes
-        elif nbytes >= _SMALLEST_BYTES:
+        if self._stays(metadata):
+            self._in_memory_bytes += metadata.nbytes
+        elif metadata.nbytes >= _SMALLEST_BYTES:
+            on_host = metadata.device.type == "cpu"
             tiers = self._tiers if on_host else [self._host, *self._tiers]
             backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
+
+    def _stays(self, gradient: TensorMetadata) -> bool:
+        """Whether a gradient on the host stays where it is."""
+        fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
+        return gradient.device.type == "cpu" and fits
+
+    def memory_of(self, backing: GradientBacking, weight: torch.Tensor) -> torch.Tensor | None:
+        """Move a gradient that is to leave to a buffer; return its memory for the new weight.
+
+        None if it is not to leave, others use its memory, or there is no room for that. New memory
+        would lie between that of gradients, which come and go, and fragment the heap.
+        """
+        metadata, pool = backing.metadata, self._store.pool
+        if metadata.device.type != "cpu" or metadata.strides != weight.stride():
+            return None
+        if metadata.nbytes < _SMALLEST_BYTES:
+            fits = pool.may_wait(metadata.nbytes)
+            return pool.count_waiting(torch.empty_like(weight)) if fits else None
+        found: list[torch.Tensor] = []
+
+        def move(gradient: torch.Tensor) -> torch.Tensor:
+            found.append(pool.count_waiting(gradient))
+            storage = self._store.borrow("optimizer", gradient.nbytes).untyped_storage()
+            # Not a view, which would keep the tensor that it is a view of.
+            values = torch.empty(0, dtype=gradient.dtype)
+            return values.set_(storage, 0, gradient.shape, gradient.stride()).copy_(gradient)
+
+        if not self._stays(metadata) and pool.may_wait(0):
+            backing.relocate(move)
+        return found[0] if found else None
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""
@@ -113,11 +143,6 @@ class CommittedUpdates(BackwardOverlap):
         self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
         self._accumulates = False
-
-    def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
-        """See `BackwardOverlap.set_subgroups`."""
-        super().set_subgroups(subgroups)
-        self._updater.reserve_new_weights(subgroups)
 
     def _runs_ahead(self) -> bool:
         return self._prediction.is_worthwhile and not self._accumulates
@@ -140,6 +165,7 @@ class CommittedUpdates(BackwardOverlap):
 
     def _update(self, subgroup: Subgroup) -> None:
         edits = self._prediction.predicted
+        memory = self._memory_of_gradients(subgroup)
         gradients = {}
         for index, param_slice in enumerate(subgroup.slices):
             if index in subgroup.ready:
@@ -147,12 +173,28 @@ class CommittedUpdates(BackwardOverlap):
                 gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
                 del gradient
         with self.streams.updating(list(gradients.values())):
-            self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients)
+            self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
         for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
             if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
+
+    def _memory_of_gradients(self, subgroup: Subgroup) -> list[torch.Tensor] | None:
+        """Return memory of gradients that are to leave, for the new weights of a subgroup.
+
+        None if there is no room for them until `step()`, or if a gradient needs its memory.
+        """
+        memory = []
+        for param_slice in [s for i, s in enumerate(subgroup.slices) if i in subgroup.ready]:
+            parameter, backing = self._backings[id(param_slice.parameter)]
+            given = None
+            if param_slice.rows is None:
+                given = self._retained.memory_of(backing, local_tensor(parameter))
+            if given is None:
+                return None
+            memory.append(given)
+        return memory
 
     def finish(self) -> list[AheadUpdate]:
         """Return the updates that are still valid for the gradients as they are; drop the rest."""

@@ -12,18 +12,15 @@ backward goes on, and gradients become more, so the peak is at one of these mome
     step()      all gradients, and nothing that was saved
 
 Gradients are cleared in `step()`, and those of several micro-batches exist in all passes but the
-first. With `overlap: commit` they wait for `step()`, in memory up to `optimizer.gradient_memory`;
-with `eager` an update uses them at once.
+first. With `overlap: commit` they wait for `step()`, in memory up to `optimizer.gradient_memory`,
+and so do new weights, as far as there is room; with `eager` an update uses gradients at once.
 
 [Note: use of the memory that is left]
 What is offloaded competes for it, in an order that is one of the settings: `states` stay in part,
 in a tier of host memory (twice with commit, because old and new ones wait for `step()`); `waiting`
-are gradients first, because they cost nothing else, then new weights, which wait in half of
-`memory.pinned`; `activations` are saved tensors, of which a plan lets no more leave than it must
+are new weights first, which would be written and read, then gradients, which are only written;
+`activations` are saved tensors, of which a plan lets no more leave than it must
 (`planning.device_memory`). Streamed weights never stay.
-
-The other half of `memory.pinned` fills with states that wait to be written if backward ends before
-the drives have written them. This backlog counts as well.
 
 [Note: step time on the CPU]
 The stages are those of `planner.search.gpu_model` without a link. With `overlap: commit` an update
@@ -201,18 +198,12 @@ class _CpuPlacement:
         self._subgroup = 0
         #: Buffers of states and weights in flight.
         self._staging = 0
-        #: Share of the states that is still to be written when backward ends.
-        self._late = 0.0
         if settings.offloads_optimizer:
             memory = self._room // SUBGROUPS_SHARE
             self._subgroup = subgroup_size(sizes.parameters, each + ELEMENT_BYTES, memory)
             if commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
-            if settings.overlap != "off":
-                _, backward = model.computing_seconds(settings)
-                moving = model.rates.paths_seconds(self._states, self._states)
-                self._late = max(0.0, 1 - backward / moving)
         if settings.streams_weights:
             # The count is for weights of half precision.
             in_flight = weights_in_flight_bytes(model.shape, settings.blocks_in_flight)
@@ -237,7 +228,7 @@ class _CpuPlacement:
                 Fit("disk", disk, request.drives.capacity_bytes),
             ),
             subgroup_size=self._subgroup or None,
-            pinned_bytes=self._pinned(kept) + read_ahead,
+            pinned_bytes=self._staging + read_ahead,
             gradient_bytes=kept.gradients,
         )
 
@@ -254,23 +245,17 @@ class _CpuPlacement:
             nbytes += self._weights
         if not settings.offloads_optimizer:
             return nbytes + self._states
-        backlog = self._late * (self._states - kept.states)
-        buffers = min(self._pinned(kept), self._staging + kept.new_weights + backlog)
-        return nbytes + self._copies * kept.states + buffers
+        return nbytes + self._copies * kept.states + self._staging
 
     def _at(self, moment: _Moment, kept: _InMemory) -> float:
         """Return the bytes at a moment, with gradients of earlier micro-batches."""
         settings, done = self._settings, moment.done
         before = self._weights - done if settings.micro_batches > 1 else 0.0
         if self._commits:
-            done = min(done, kept.gradients)
+            done = min(done, kept.gradients) + min(done, kept.new_weights)
         elif settings.offloads_optimizer and settings.overlap == "eager":
             done = 0.0
         return moment.others + (moment.saved - min(kept.left, moment.away)) + (before + done)
-
-    def _pinned(self, kept: _InMemory) -> int:
-        """Return the bytes of all buffers; new weights may wait in half of them."""
-        return max(self._staging + kept.new_weights, 2 * kept.new_weights)
 
     # -------------------------------------------------------------- assigning memory
     def _assign(self, kind: OffloadedKind, kept: _InMemory) -> None:
@@ -283,17 +268,14 @@ class _CpuPlacement:
             free = (self._room - self._needed(kept)) // self._copies
             kept.states = self._states if free >= self._states else free // _GRAIN * _GRAIN
         elif kind == "waiting" and self._commits:
-            kept.gradients = self._gradients_that_fit(kept)
-            free = self._room - self._needed(kept)
-            backlog = math.ceil(self._late * (self._states - kept.states))
-            # Beyond as many as the other buffers, new weights bring a backlog with them, of as
-            # many at most.
-            halves = max((self._staging + free) // 2, free - backlog)
-            most = halves if free > self._staging else free
-            kept.new_weights = max(0, min(self._weights, most))
+            kept.new_weights = self._waiting_that_fit(kept)
+            kept.gradients = self._waiting_that_fit(kept)
 
-    def _gradients_that_fit(self, kept: _InMemory) -> int:
-        """Return the largest `optimizer.gradient_memory` that fits at every moment."""
+    def _waiting_that_fit(self, kept: _InMemory) -> int:
+        """Return how much more may wait in memory for `step()` and fits at every moment.
+
+        The first of what is as large as the gradients, and is finished with them.
+        """
         room, most = self._room - self._all_the_time(kept), self._weights
         for moment in self._moments:
             if (free := int(room - self._at(moment, kept))) < min(moment.done, self._weights):
