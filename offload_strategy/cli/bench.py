@@ -33,15 +33,12 @@ _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
 
 _DEVICE = "a directory, or a raw block device (what is on it is lost)"
+_SIZE = "to use; at most a quarter of what is free (default: 1GiB)"
 _SECONDS = {"type": rate(most=3600), "default": 2.0}
 _OPTIONS: list[Option] = [
     ("paths", _DEVICE, {"nargs": "+", "metavar": "PATH"}),
     ("--seconds S", "of writing, and of reading (default: 2)", _SECONDS),
-    (
-        "--size SIZE",
-        "to use; at most a quarter of what is free (default: 1GiB)",
-        {"default": MAX_BYTES},
-    ),
+    ("--size SIZE", _SIZE, {"default": MAX_BYTES}),
     ("--threads THREADS", "as io.threads of the config"),
     ("--block-size BLOCK_SIZE", "as io.block_size of the config"),
     ("--backend BACKEND", "as io.backend of the config"),
@@ -75,12 +72,11 @@ def _bench(options: argparse.Namespace) -> int:
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
     with _Bar("", parts * len(options.paths), delay=0, miniters=0, bar_format=form) as bar:
         for number, path in enumerate(options.paths):
-            result: dict[str, Any] = {"path": path, "error": None}
-            results.append(result)
+            results.append({"path": path, "error": None})
             try:
-                _measure(result, options, bar, parts * number)
+                _measure(results[-1], options, bar, parts * number)
             except OffloadError as error:  # the figures of before are worth having
-                result["error"] = str(error)
+                results[-1]["error"] = str(error)
     _share(results)
     report = {name: getattr(options, name) for name in (*names, "seconds")} | {"paths": results}
     if options.json == "-":
@@ -148,8 +144,7 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
             "median_seconds": statistics.median(latencies),
             "p99_seconds": _percentile(latencies, 0.99),
         }
-        sweep: list[dict[str, Any]] = []
-        result["sweep"] = sweep
+        sweep = result["sweep"] = list[dict[str, Any]]()
         if options.sweep:
             show = bar.part(part + 2, f"{path}: sweep")
             kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
@@ -192,16 +187,12 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
     rows: list[tuple[str, ...]] = [
         ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
     ]
-    for result in results:
-        if "direct" not in result:
-            continue
-        latency = result.get("write_latency", {})
+    for one in [result for result in results if "direct" in result]:
+        latency = one.get("write_latency", {})
         times = (latency.get(key, math.nan) * 1e3 for key in ("median_seconds", "p99_seconds"))
-        figures = (f"{it:.2f}".replace("nan", "-") for it in (*_gigabytes(result), *times))
-        how = "direct" if result["direct"] else "buffered"
-        rows.append(
-            (result["path"], result["file_system"], how, *figures, f"{result['share']:.0%}")
-        )
+        figures = (f"{it:.2f}".replace("nan", "-") for it in (*_gigabytes(one), *times))
+        how = "direct" if one["direct"] else "buffered"
+        rows.append((one["path"], one["file_system"], how, *figures, f"{one['share']:.0%}"))
     if len(rows) > 1:
         print(
             f"{options.backend} backend, {options.threads} threads, blocks of "

@@ -17,7 +17,7 @@ import torch
 
 from offload_strategy.cli import machine_checks, path_checks
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
-from offload_strategy.cli.options import add_options
+from offload_strategy.cli.options import Option, add_options
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
@@ -32,14 +32,9 @@ def add_parser(commands: Any) -> None:
         description="Check whether training with offload works here, and what to do if not. Exit "
         "status 1 if it would not.",
     )
-    paths = "a directory or raw block device (default: the paths of the configured tiers)"
-    add_options(
-        doctor,
-        [
-            ("paths", paths, {"nargs": "*", "metavar": "PATH"}),
-            ("--json", "print the report as JSON"),
-        ],
-    )
+    help_of_paths = "a directory or raw block device (default: the paths of the configured tiers)"
+    paths: Option = ("paths", help_of_paths, {"nargs": "*", "metavar": "PATH"})
+    add_options(doctor, [paths, ("--json", "print the report as JSON")])
     doctor.set_defaults(run=_doctor)
 
 

@@ -11,12 +11,7 @@ from typing import Any
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.cli.options import add_options
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
-from offload_strategy.io.bandwidth.history import (
-    PathIdentity,
-    Rates,
-    cache_directory,
-    load_all_rates,
-)
+from offload_strategy.io.bandwidth import history
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import format_size, markdown_table
 
@@ -34,9 +29,7 @@ def add_config_parser(commands: Any) -> None:
         help="a YAML or JSON file, an Accelerate launch file, a preset, or JSON text "
         f"(default: ${CONFIG_VARIABLE}, else the defaults)",
     )
-    show.set_defaults(
-        run=lambda options: print(OffloadConfig.load(options.source).to_yaml(), end="")
-    )
+    show.set_defaults(run=lambda given: print(OffloadConfig.load(given.source).to_yaml(), end=""))
 
     check = actions.add_parser("check", help="check a config; exit status 2 if it is wrong")
     check.add_argument("file", metavar="FILE", help="as SOURCE of `show`")
@@ -47,8 +40,7 @@ def add_config_parser(commands: Any) -> None:
         run=lambda _: print(json.dumps(OffloadConfig.model_json_schema(), indent=2))
     )
 
-    names = actions.add_parser("presets", help="list the presets")
-    names.set_defaults(run=_presets)
+    actions.add_parser("presets", help="list the presets").set_defaults(run=_presets)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -87,13 +79,13 @@ def _report(options: argparse.Namespace) -> None:
         write_text(page, run.page())
         print(f"{run}\n\nThe page: {page}")
         return
-    kept = load_all_rates()
+    kept = history.load_all_rates()
     rows = [asdict(of) | {way: asdict(one) for way, one in rates.items()} for of, rates in kept]
     print(json.dumps(rows, indent=2) if options.json else _known_paths(kept))
 
 
-def _known_paths(kept: list[tuple[PathIdentity, Rates]]) -> str:
-    folder = cache_directory()
+def _known_paths(kept: list[tuple[history.PathIdentity, history.Rates]]) -> str:
+    folder = history.cache_directory()
     if folder is None:
         return "Nothing is kept of paths: $SSD_OFFLOAD_CACHE is empty, or there is no place for it."
     if not kept:

@@ -35,6 +35,8 @@ _MODELS = f"one of {', '.join(PRESETS)}; or a kind, {', '.join(_KINDS)}, with th
 _DEVICES = (
     f"such as a100-80g; {CPU} for a machine that trains on its CPU, measured here if it can be"
 )
+_FLOPS = {"type": rate(1e12), "dest": "flops"}
+_DIRECTORY = "directory on a drive for the config; may be repeated"
 _ALLOW = "also try eager updates, which forbid clipping, or bfloat16 states, which change numbers"
 _SCRIPT = (
     "a model: its folder or config.json, or a name of --model; no other option is needed. Or a "
@@ -62,11 +64,7 @@ _OPTIONS: dict[str, list[Option]] = {
         ("--writes-per-day SIZE", "what a run may write to the drives in a day, such as 2TB"),
         ("--host-memory SIZE", "host memory, such as 768GiB"),
         ("--duplex", f"with --device {CPU}: drives read and write at full rates at the same time"),
-        (
-            "--tflops X",
-            "sustained TFLOPS (default: as measured)",
-            {"type": rate(1e12), "dest": "flops"},
-        ),
+        ("--tflops X", "sustained TFLOPS (default: as measured)", _FLOPS),
         ("--update-rate N", f"with --device {CPU}: updated parameters a second", {"type": rate()}),
     ],
     "search for the best settings": [
@@ -77,11 +75,7 @@ _OPTIONS: dict[str, list[Option]] = {
         ("--sequences N", "lengths to choose from, instead of --sequence", {"nargs": "+"}),
         ("--allow", _ALLOW, {"action": "append", "choices": ("eager", "bfloat16")}),
         ("--write-config FILE", "write the best settings as a config file"),
-        (
-            "--dir PATH",
-            "directory on a drive for the config; may be repeated",
-            {"action": "append"},
-        ),
+        ("--dir PATH", _DIRECTORY, {"action": "append"}),
         ("--force", "overwrite the file of --write-config"),
     ],
     "a profiled step instead of a model": [

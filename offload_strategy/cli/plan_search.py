@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import time
+import timeit
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
@@ -77,8 +77,7 @@ def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None
 
 def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> int:
     """Search, print the result and write the config; return 1 if nothing fits."""
-    file = options.write_config
-    if file is not None:
+    if (file := options.write_config) is not None:
         check_writable(file, options.force)
     found = search(request, _space(options))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
@@ -210,7 +209,6 @@ def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float
         shape, kind="gpt", layers=1, hidden=width, heads=width // size, kv_heads=None,
         feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
     )  # fmt: skip
-
     sequence = _QUICK_LENGTH if quickly else sequence
 
     def passes(batch: int) -> Callable[[], None]:
@@ -246,9 +244,4 @@ def _copies() -> float:
 
 def _fastest(run: Callable[[], object]) -> float:
     run()
-    seconds = []
-    for _ in range(_RUNS):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return min(timeit.repeat(run, number=1, repeat=_RUNS))

@@ -15,12 +15,7 @@ import torch
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, default_directory
 from offload_strategy.config.directories import DIRECTORY_VARIABLE, file_system_of
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.history import (
-    PathIdentity,
-    load_all_rates,
-    load_rates,
-    save_rates,
-)
+from offload_strategy.io.bandwidth import history
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
 from offload_strategy.planner.hardware import Device, Drive, device_called
@@ -38,7 +33,9 @@ def usual_directories() -> list[Path]:
     """Return the configured directories, or else one on each local disk that can be written to."""
     if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
         return [path for tier in OffloadConfig.load(None).tiers for path in tier.paths]
-    measured = [Path(of.path) for of, _ in load_all_rates() if of.machine == platform.node()]
+    measured = [
+        Path(of.path) for of, _ in history.load_all_rates() if of.machine == platform.node()
+    ]
     mounts = [Path(mount.mountpoint) for mount in psutil.disk_partitions()]
     found: dict[int, Path] = {}
     for path in (default_directory(), *measured, *mounts):
@@ -69,11 +66,11 @@ def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> Drive:
             create_backend(io.backend, threads=io.threads_to_use(), block_size=io.block_size)
         ) as backend,
     ):
-        of = PathIdentity.of(path, region.fd, processes=1, backend=backend)
-        rates, source = load_rates(of), "remembered"
+        of = history.PathIdentity.of(path, region.fd, processes=1, backend=backend)
+        rates, source = history.load_rates(of), "remembered"
         if len(rates) < len(Direction):
             rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
-            save_rates(of, rates)  # for the next answer, and for a run
+            history.save_rates(of, rates)  # for the next answer, and for a run
         read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
         return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
 

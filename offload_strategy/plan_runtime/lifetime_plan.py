@@ -202,8 +202,7 @@ class _Planner:
         path.reads.book(back, move.needed_at)
         gone = max(written, move.gone_at)
         urgent = back - gone < _SLACK * path.rates.seconds(move.nbytes, write=False)
-        booked = replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden)
-        self.moves.append(booked)
+        self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
 
 
 # ---------------------------------------------------------------------- files

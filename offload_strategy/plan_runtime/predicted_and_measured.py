@@ -18,7 +18,7 @@ from pydantic import FiniteFloat
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import Profile
-from offload_strategy.plan_runtime.replay import StepReplay, replay
+from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.step_usage import BookedPath
 from offload_strategy.units import format_size, markdown_table
 
@@ -42,8 +42,10 @@ StepFigures = Mapping[str, float]
 """Seconds and bytes of one step by part, those of `_UNITS` that were predicted or measured."""
 
 
-def figures_of(found: StepReplay, updating: float = 0.0) -> dict[str, float]:
-    """Return the figures of a replay with so many seconds of updates on the training cores."""
+def _figures_of(profile: Profile, plan: LifetimePlan) -> dict[str, float]:
+    """Return the figures of a replay, with the seconds of updates on the training cores."""
+    found = replay(profile, plan)
+    updating = sum(each.seconds for each in profile.updates) if profile.shared_cores else 0.0
     stalls, lanes = found.stalls, found.lanes.items()
     read, written = (
         float(sum(use.nbytes for lane, use in lanes if lane.endswith(verb)))
@@ -126,14 +128,9 @@ class PredictedStep:
 
     def figures(self) -> dict[str, float]:
         """Replay the step; of several passes, updates belong to the last."""
-        plan = self.plan
-
-        def of(one: Profile) -> dict[str, float]:
-            updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
-            return figures_of(replay(one, plan), updating)
-
-        last, more = of(self.profile), self.passes - 1
-        before = of(replace(self.profile, updates=())) if more else last
+        plan, more = self.plan, self.passes - 1
+        last = _figures_of(self.profile, plan)
+        before = _figures_of(replace(self.profile, updates=()), plan) if more else last
         peak = max(last[PEAK], before[PEAK])
         return {part: figure + more * before[part] for part, figure in last.items()} | {PEAK: peak}
 

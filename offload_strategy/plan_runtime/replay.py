@@ -273,19 +273,10 @@ class _Replay:
         return "memory" if over and self._leaving else None
 
     def _create(self, tensor: _Tensor) -> None:
-        self._require(tensor.life.nbytes)
-        if tensor.moves:
-            self._offload(tensor)
-
-    def _use(self, tensor: _Tensor) -> None:
-        if tensor.transfer is not None:  # still in memory: cancel the offload
-            tensor.transfer.cancelled = not tensor.transfer.begun
-            tensor.transfer = None
-            self._leaving -= tensor.life.nbytes
-        self._require(-tensor.life.nbytes)
-
-    def _offload(self, tensor: _Tensor) -> None:
         nbytes = tensor.life.nbytes
+        self._require(nbytes)
+        if not tensor.moves:
+            return
 
         def gone() -> None:
             self._delay_computing(self._profile.io_overhead * nbytes)
@@ -304,6 +295,13 @@ class _Replay:
         tensor.held = tensor.life.held_until > tensor.life.uses[0]
         self._leaving += nbytes
         self._queue(transfer)
+
+    def _use(self, tensor: _Tensor) -> None:
+        if tensor.transfer is not None:  # still in memory: cancel the offload
+            tensor.transfer.cancelled = not tensor.transfer.begun
+            tensor.transfer = None
+            self._leaving -= tensor.life.nbytes
+        self._require(-tensor.life.nbytes)
 
     def _release(self, tensor: _Tensor) -> None:
         """Drop training's own reference to a tensor."""

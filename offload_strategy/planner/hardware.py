@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -86,8 +86,7 @@ def lifespan_seconds(
 
 def device(name: str) -> Device:
     """Look up a device, or raise a ConfigError that names similar ones."""
-    found: Device = _look_up(name, "device")
-    return found
+    return cast(Device, _look_up(name, "device"))
 
 
 def device_called(name: str) -> Device | None:
@@ -110,8 +109,7 @@ def drive_set(text: str) -> Drive:
             f"{text!r} asks for {count} drives: the count is a whole number from 1 on, as in "
             f"'4x{name}'"
         )
-    found: Drive = _look_up(name, "drive")
-    return found.times(int(count))
+    return cast(Drive, _look_up(name, "drive")).times(int(count))
 
 
 @functools.cache

@@ -106,16 +106,12 @@ class Rates:
     # Whether a path reads and writes at its rates at the same time; otherwise both share its time
     duplex: bool = False
 
-    def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the seconds that the paths need to move so many bytes."""
-        read, written = read_bytes / self.read, written_bytes / self.write
-        return max(read, written) if self.duplex else read + written
-
     def stage(self, name: str, load: StageLoad, times: int = 1) -> Stage:
         """Return the stage that a load makes."""
+        read, written = load.read / self.read, load.written / self.write
         limits = {
             "computation": load.computation + self.io_overhead * (load.read + load.written),
             "link": max(load.to_device, load.from_device) / self.link,
-            "paths": self.paths_seconds(load.read, load.written),
+            "paths": max(read, written) if self.duplex else read + written,
         }
         return Stage(name, times, load, limits)

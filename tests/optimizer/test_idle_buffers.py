@@ -51,10 +51,13 @@ def test_memory_is_not_given_back_in_each_step(
 
     # A process of which everything else stays as large as it is.
     monkeypatch.setattr(BufferPool, "__init__", make)
-    monkeypatch.setattr(
-        idle, "resident_bytes", lambda: 500 * MiB + sum(pool.usage().held_bytes for pool in pools)
-    )
+
+    def resident_bytes() -> int:
+        return 500 * MiB + sum(p.usage().held_bytes + p._limit.waiting for p in pools)
+
+    monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(idle.IdleLimit, "has_room", lambda self, nbytes: True)
     given_back: list[int] = []
     give_back = Arena._give_back
 

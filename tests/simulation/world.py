@@ -359,7 +359,7 @@ class Client:
     def reserve(self) -> None:
         buffers, store = self.world.pool, self.world.store
         [
-            lambda: buffers.plan(self, [PAGE, 2 * PAGE], 4 * PAGE),
+            lambda: buffers.keep_idle_beyond(4 * PAGE),
             lambda: buffers.keep_idle(4 * PAGE),
             lambda: buffers.keep_idle(0),
             store.trim,

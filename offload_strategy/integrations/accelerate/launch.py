@@ -78,12 +78,8 @@ def install_in_launcher(launch: Any) -> None:
     def launch_command_parser(*args: Any, **kwargs: Any) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = parser(*args, **kwargs)
         with suppress(argparse.ArgumentError):  # An Accelerate that has a --config of its own.
-            made.add_argument(
-                "--config",
-                dest="config_file",
-                default=None,
-                help="The same as --config_file (added by offload-strategy).",
-            )
+            text = "The same as --config_file (added by offload-strategy)."
+            made.add_argument("--config", dest="config_file", default=None, help=text)
         return made
 
     @functools.wraps(command)

@@ -20,7 +20,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from offload_strategy.autoload import is_disabled
 from offload_strategy.callbacks import trainer_reports
@@ -98,8 +98,7 @@ class SSDOffloadPlugin:
 # ---------------------------------------------------------------------- Accelerator
 def session_of(accelerator: Any) -> Session | None:
     """Return the session of an `Accelerator`, None if it does not offload."""
-    session: Session | None = getattr(accelerator, _SESSION, None)
-    return session
+    return cast("Session | None", getattr(accelerator, _SESSION, None))
 
 
 def _due_metrics(accelerator: Any, now: bool) -> dict[str, float]:
@@ -122,8 +121,7 @@ def install(module: Any) -> None:
 def _through_session(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        session = session_of(self)
-        if session is None:
+        if (session := session_of(self)) is None:
             return original(self, *args, **kwargs)
         return getattr(session, name)(functools.partial(original, self), *args, **kwargs)
 

@@ -31,16 +31,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.accelerate.state_saving import streaming
-from offload_strategy.integrations.deepspeed.config_sections import (
-    check_nvme,
-    derived_sections,
-    for_activations,
-    merge_sections,
-)
+from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import install
 from offload_strategy.torch_support.modules import WeakHook
 
@@ -65,7 +61,7 @@ class Session:
         # Not Accelerate's own flag: `evaluate()` before `train()` sets that one as well.
         self._attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._attached_again: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._retired = False
         self._handles: list[Any] = []
         self._counts_steps = False
@@ -108,7 +104,7 @@ class Session:
             if isinstance(each, torch.nn.Module):
                 self.attach_model(each)
         for each in results:
-            if isinstance(each, torch.optim.Optimizer):
+            if isinstance(each, Optimizer):
                 accelerated: Any = each
                 accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
                 self._keep_for(each)
@@ -127,18 +123,13 @@ class Session:
             is_meta = any(parameter.is_meta for parameter in model.parameters())
             if self._config.parameters.enabled is True and is_meta:
                 device_placement = False  # `Module.to` refuses what `attach_model` will make
-        prepared = original(
-            model, device_placement=device_placement, evaluation_mode=evaluation_mode
-        )
+        result = original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if not evaluation_mode:
-            self.attach_model(prepared)
-        return prepared
+            self.attach_model(result)
+        return result
 
     def prepare_optimizer(
-        self,
-        original: Original,
-        optimizer: torch.optim.Optimizer,
-        device_placement: bool | None = None,
+        self, original: Original, optimizer: Optimizer, device_placement: bool | None = None
     ) -> Any:
         """Wrap the optimizer before Accelerate does; that of FSDP2 is attached by `prepare`."""
         if self._owner.is_fsdp2:
@@ -191,7 +182,8 @@ class Session:
     def free_memory(self, original: Original, *objects: Any) -> Any:
         """Retire; see [Note: free_memory]."""
         released = original(*objects)
-        self._retire()
+        self._retired = True
+        self._close_if_dropped()
         return released
 
     def save_state(self, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +198,7 @@ class Session:
         """Before these objects are prepared, keep a retired engine or close it."""
         if not self._retired:
             return
-        optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        optimizers = [obj for obj in objects if isinstance(obj, Optimizer)]
         models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
         if any(optimizer in self._optimizers for optimizer in optimizers):
             self._retired = False
@@ -216,22 +208,17 @@ class Session:
             for model in again:
                 self.attach_model(model)
 
-    def _retire(self) -> None:
-        """Close the engine as soon as the script has dropped its optimizers."""
-        self._retired = True
-        if not list(self._optimizers):
-            self.close()
-
-    def _keep_for(self, prepared: torch.optim.Optimizer) -> None:
+    def _keep_for(self, prepared: Optimizer) -> None:
         """Keep the engine while the script holds a prepared optimizer."""
         if prepared in self._optimizers:
             return
         self._optimizers.add(prepared)
-        weakref.finalize(prepared, WeakHook(self._dropped)).atexit = False
+        weakref.finalize(prepared, WeakHook(self._close_if_dropped)).atexit = False
 
-    def _dropped(self) -> None:
-        if self._retired:
-            self._retire()
+    def _close_if_dropped(self) -> None:
+        """Close a retired engine as soon as the script has dropped its optimizers."""
+        if self._retired and not list(self._optimizers):
+            self.close()
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload what `model` saves for backward, unless it is attached already."""
@@ -250,7 +237,7 @@ class Session:
         # After `attach`, whose hook is prepended too: the hint comes before its forward pass.
         self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that keeps its states in tiers."""
         from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 
@@ -283,12 +270,10 @@ class Session:
         Accelerate decides on that before the forward pass; with manual accumulation it always says
         yes. So it is a hint, and the boundary is the optimizer's `step()`.
         """
-        if not torch.is_grad_enabled():
+        accelerator, engine = self._accelerator(), self._engine
+        if not torch.is_grad_enabled() or accelerator is None or engine is None or engine.closed:
             return
-        accelerator = self._accelerator()
-        if accelerator is None or self._engine is None or self._engine.closed:
-            return
-        self._engine.microbatch(self._micro_batch, last=accelerator.sync_gradients)
+        engine.microbatch(self._micro_batch, last=accelerator.sync_gradients)
         self._micro_batch += 1
 
     def _after_step(self, *_: Any) -> None:
@@ -329,13 +314,13 @@ class DeepSpeedSession(Session):
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
         plugin: Any = accelerator.state.deepspeed_plugin
-        sections = derived_sections(plugin.deepspeed_config, config)
+        sections = config_sections.derived_sections(plugin.deepspeed_config, config)
         if sections:
-            check_nvme(sections)
-            merge_sections(plugin.deepspeed_config, sections)
+            config_sections.check_nvme(sections)
+            config_sections.merge_sections(plugin.deepspeed_config, sections)
             if plugin.zero3_init_flag:
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
-        super().__init__(for_activations(config), metrics_every, accelerator)
+        super().__init__(config_sections.for_activations(config), metrics_every, accelerator)
 
     def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
         """Attach the DeepSpeed engines among the results."""
@@ -353,12 +338,10 @@ class DeepSpeedSession(Session):
         """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
         is_new = model not in self._attached
         super().attach_model(model)
-        if is_new and model in self._attached:
-            weights = install(self.engine, model)
-            if weights is not None:
-                self._handles.append(weights)
+        if is_new and model in self._attached and (weights := install(self.engine, model)):
+            self._handles.append(weights)
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer unchanged."""
         return optimizer
 

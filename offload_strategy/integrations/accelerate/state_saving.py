@@ -37,8 +37,7 @@ def install_in(checkpointing: Any) -> None:
     """Wrap how the module `accelerate.checkpointing` writes and reads the files of a checkpoint."""
     wrappers: dict[str, Callable[..., Any]] = {"save": _save, "load": _load}
     for name, ours in wrappers.items():
-        original = getattr(checkpointing, name, None)
-        if original is not None:
+        if (original := getattr(checkpointing, name, None)) is not None:
             wrapper = functools.partial(ours, original)
             setattr(checkpointing, name, functools.update_wrapper(wrapper, original))
 

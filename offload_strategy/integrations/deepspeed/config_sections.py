@@ -79,7 +79,7 @@ def derived_sections(
         given = zero.get(name)
         # Accelerate writes `device: none` where nobody asked for anything.
         if isinstance(given, Mapping) and given.get("device") not in (None, "none"):
-            _check_agrees(client, name, given, config)
+            _check_agrees(client, given, config)
             continue
         device, path = _place(client, config, stage)
         if device is not None:
@@ -109,8 +109,9 @@ def check_nvme(sections: Mapping[str, Any]) -> None:
     """
     reason = deepnvme.unavailable_reason() if _uses_nvme(sections) else None
     if reason is not None:
-        zero = sections[_ZERO]
-        paths = [each["nvme_path"] for each in zero.values() if isinstance(each, Mapping)]
+        paths = [
+            each["nvme_path"] for each in sections[_ZERO].values() if isinstance(each, Mapping)
+        ]
         raise ConfigError(
             f"DeepSpeed cannot move anything to {', '.join(dict.fromkeys(paths))} here: {reason}. "
             "Or set optimizer.enabled and parameters.enabled to false, or give these sections "
@@ -123,9 +124,7 @@ def _uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
     return any((zero.get(name) or {}).get("device") == "nvme" for name in _SECTIONS.values())
 
 
-def _check_agrees(
-    client: _Client, name: str, given: Mapping[str, Any], config: OffloadConfig
-) -> None:
+def _check_agrees(client: _Client, given: Mapping[str, Any], config: OffloadConfig) -> None:
     if "tiers" not in config.model_fields_set:
         return  # Ours are only the defaults.
     tiers = config.tiers_for(client)
@@ -137,6 +136,7 @@ def _check_agrees(
         says = f"device: {device}, nvme_path: {path}"
         agrees = path is not None and any(Path(path) in tier.paths for tier in tiers)
     if not agrees:
+        name = _SECTIONS[client]
         raise ConfigError(
             f"DeepSpeed's {_ZERO}.{name} has {says}, and {client} of this config has "
             f"{_described(tiers)}. Remove {_ZERO}.{name}, which is then derived from the tiers; or "
@@ -197,11 +197,7 @@ def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | No
 
 
 def _section(
-    client: _Client,
-    device: str,
-    path: Path | None,
-    largest_parameter: int | None,
-    config: OffloadConfig,
+    client: _Client, device: str, path: Path | None, largest: int | None, config: OffloadConfig
 ) -> dict[str, Any]:
     section: dict[str, Any] = {"device": device, "pin_memory": True}
     if path is None:
@@ -209,7 +205,7 @@ def _section(
     section["nvme_path"] = str(path)
     if client == "optimizer":
         return section | {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
-    size = _PARAMETER_BUFFER if largest_parameter is None else largest_parameter
+    size = _PARAMETER_BUFFER if largest is None else largest
     count = config.memory.pinned_bytes() // (size * _ELEMENT_BYTES)
     count = min(max(count, _FEWEST_PARAMETER_BUFFERS), _BUFFERS)
     return section | {"buffer_size": size, "buffer_count": count}
@@ -228,6 +224,6 @@ def _aio(config: OffloadConfig) -> dict[str, Any]:
 
 def _described(tiers: list[TierConfig]) -> str:
     parts = (
-        f"{each.name!r} ({', '.join(map(str, each.paths)) or 'host memory'})" for each in tiers
+        f"{tier.name!r} ({', '.join(map(str, tier.paths)) or 'host memory'})" for tier in tiers
     )
     return f"the tier{'s' if len(tiers) > 1 else ''} {', '.join(parts)}"

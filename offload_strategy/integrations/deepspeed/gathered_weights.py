@@ -52,8 +52,7 @@ class GatheredWeights:
             return None
         address = int(tensor.untyped_storage()._cdata)
         for reference in self._by_storage.get(address, {}).values():
-            parameter = reference()
-            if parameter is None:
+            if (parameter := reference()) is None:
                 continue
             values = parameter.data
             # Addresses are reused, so the parameter must still have this storage.

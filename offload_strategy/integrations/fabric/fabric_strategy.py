@@ -32,12 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.lightning.engine_strategy import (
-    EngineStrategy,
-    OneDeviceStrategy,
-    is_offloaded,
-    register_in,
-)
+from offload_strategy.integrations.lightning import engine_strategy
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
@@ -51,7 +46,7 @@ else:
 _INSTALLED = "_ssd_offload_installed"
 
 
-class OffloadFabricMixin(EngineStrategy, _Strategy):
+class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
     """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
@@ -74,8 +69,7 @@ class OffloadFabricMixin(EngineStrategy, _Strategy):
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters and module not in self._attached:
+        if next(module.parameters(), None) is not None and module not in self._attached:
             self._attach(module)
             self._attached.add(module)
         return module
@@ -88,9 +82,8 @@ class OffloadFabricMixin(EngineStrategy, _Strategy):
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             return optimizer
         wrapped = self._attach(optimizer)
-        if is_offloaded(wrapped):
-            kind: Any = type(wrapped.inner)
-            wrapped.__class__ = _optimizer_for_fabric(kind)
+        if engine_strategy.is_offloaded(wrapped):
+            wrapped.__class__ = _optimizer_for_fabric(cast(Any, type(wrapped.inner)))
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
             optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
@@ -148,7 +141,7 @@ class OffloadFabricMixin(EngineStrategy, _Strategy):
         super().teardown()
 
 
-class SingleDeviceFabricMixin(OneDeviceStrategy, OffloadFabricMixin):
+class SingleDeviceFabricMixin(engine_strategy.OneDeviceStrategy, OffloadFabricMixin):
     """A single-device strategy of Fabric; with several devices it becomes a data-parallel one.
 
     Args:
@@ -202,13 +195,12 @@ def _optimizer_for_fabric(kind: type) -> type[OffloadedOptimizer]:
             wrapped = self if "inner" in self.__dict__ else self.optimizer
             OffloadedOptimizer.add_param_group(wrapped, param_group)
 
-    base: Any = OptimizerForFabric
-    return wrapper_class(base, kind)
+    return wrapper_class(cast(Any, OptimizerForFabric), kind)
 
 
 def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
     """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
-    register_in(registry, strategy)
+    engine_strategy.register_in(registry, strategy)
     if getattr(fabric, _INSTALLED, False):
         return
     original = fabric.no_backward_sync

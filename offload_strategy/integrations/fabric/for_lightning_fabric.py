@@ -8,11 +8,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from offload_strategy.integrations.fabric.fabric_strategy import (
-    OffloadFabricMixin,
-    SingleDeviceFabricMixin,
-    install,
-)
+from offload_strategy.integrations.fabric import fabric_strategy
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 
 
@@ -20,15 +16,15 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning.fabric`."""
 
 
-class SSDOffloadDataParallelStrategy(OffloadFabricMixin, DDPStrategy):
+class SSDOffloadDataParallelStrategy(fabric_strategy.OffloadFabricMixin, DDPStrategy):
     """A `DDPStrategy` whose processes share updates, for Fabric of `lightning.fabric`."""
 
 
-class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):
+class SSDOffloadStrategy(fabric_strategy.SingleDeviceFabricMixin, SingleDeviceStrategy):
     """`SingleDeviceFabricMixin` for Fabric of `lightning.fabric`."""
 
     parallel_class = SSDOffloadDataParallelStrategy
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.
-install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)
+fabric_strategy.install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offload_strategy.integrations.fabric.fabric_strategy import (
-    OffloadFabricMixin,
-    SingleDeviceFabricMixin,
-    install,
-)
+from offload_strategy.integrations.fabric import fabric_strategy
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 
 if TYPE_CHECKING:  # the same code under another name; the mixin is typed against this one
@@ -27,15 +23,15 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning_fabric`."""
 
 
-class SSDOffloadDataParallelStrategy(OffloadFabricMixin, DDPStrategy):
+class SSDOffloadDataParallelStrategy(fabric_strategy.OffloadFabricMixin, DDPStrategy):
     """A `DDPStrategy` whose processes share updates, for Fabric of `lightning_fabric`."""
 
 
-class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):
+class SSDOffloadStrategy(fabric_strategy.SingleDeviceFabricMixin, SingleDeviceStrategy):
     """`SingleDeviceFabricMixin` for Fabric of `lightning_fabric`."""
 
     parallel_class = SSDOffloadDataParallelStrategy
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.
-install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)
+fabric_strategy.install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

@@ -141,8 +141,7 @@ class EngineStrategy(EngineOwner, _Strategy):
             else:
                 # A wrapper such as AsyncCheckpointIO, which would wrap Lightning's by default.
                 given.checkpoint_io = ours
-        io: CheckpointIO = super().checkpoint_io
-        return io
+        return cast("CheckpointIO", super().checkpoint_io)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:

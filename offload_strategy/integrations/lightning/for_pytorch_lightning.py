@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offload_strategy.integrations.lightning import device_strategies
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
-from offload_strategy.integrations.lightning.device_strategies import (
-    ShardedMixin,
-    SingleDeviceMixin,
-)
 from offload_strategy.integrations.lightning.engine_strategy import register_in
 from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
@@ -29,7 +26,7 @@ class SSDOffloadDataParallelStrategy(OffloadStrategyMixin, strategies.DDPStrateg
     """A `DDPStrategy` whose processes share updates, for the Trainer of `pytorch_lightning`."""
 
 
-class SSDOffloadStrategy(SingleDeviceMixin, strategies.SingleDeviceStrategy):
+class SSDOffloadStrategy(device_strategies.SingleDeviceMixin, strategies.SingleDeviceStrategy):
     """Trains with activations and optimizer states on host memory and SSDs, in `pytorch_lightning`.
 
     `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
@@ -38,7 +35,7 @@ class SSDOffloadStrategy(SingleDeviceMixin, strategies.SingleDeviceStrategy):
     parallel_class = SSDOffloadDataParallelStrategy
 
 
-class SSDOffloadFSDPStrategy(ShardedMixin, strategies.ModelParallelStrategy):
+class SSDOffloadFSDPStrategy(device_strategies.ShardedMixin, strategies.ModelParallelStrategy):
     """`ShardedMixin` for the Trainer of `pytorch_lightning`."""
 
 

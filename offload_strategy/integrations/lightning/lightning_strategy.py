@@ -201,8 +201,7 @@ _with_engine: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
 
 def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Attach an optimizer, if it has anything to train."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.requires_grad for p in params):
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         return optimizer  # Lightning's placeholder where configure_optimizers returned None
     wrapped: Any = engine.attach(None, optimizer)
     if is_offloaded(wrapped):

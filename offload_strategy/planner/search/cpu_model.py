@@ -276,11 +276,9 @@ class _CpuPlacement:
 
         The first of what is as large as the gradients, and is finished with them.
         """
-        room, most = self._room - self._all_the_time(kept), self._weights
-        for moment in self._moments:
-            if (free := int(room - self._at(moment, kept))) < min(moment.done, self._weights):
-                most = min(most, free)
-        return most
+        room = self._room - self._all_the_time(kept)
+        free = ((int(room - self._at(one, kept)), one.done) for one in self._moments)
+        return min((most for most, done in free if most < done), default=self._weights)
 
     def _splits(self, kept: _InMemory) -> dict[OffloadedKind, TierSplit]:
         """Return what is where."""

@@ -23,7 +23,6 @@ the device, where this package runs it, so that states cross the link.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from offload_strategy.plan_runtime.space_requirements import (
     SUBGROUPS_IN_FLIGHT,
@@ -116,8 +115,7 @@ class GpuModel(SearchModel):
             if settings.streams_weights:
                 staging += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
             staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE))
-        leaving = _leaving(sizes, settings, left)
-        offloaded = _assign_host_memory(leaving, settings, host_room - staging)
+        offloaded = _offloaded(sizes, settings, left, host_room - staging)
         waiting = offloaded.get("waiting", TierSplit(0, 0)).host_bytes
         host = staging + sum(split.host_bytes for split in offloaded.values())
         disk = sum(split.ssd_bytes for split in offloaded.values())
@@ -215,23 +213,20 @@ def _send(nbytes: float, where: TierSplit) -> StageLoad:
     return StageLoad(from_device=nbytes, written=nbytes * where.ssd_share)
 
 
-def _leaving(sizes: ModelSizes, settings: Settings, activations: int) -> dict[OffloadedKind, int]:
+def _offloaded(
+    sizes: ModelSizes, settings: Settings, activations: int, room: int
+) -> dict[OffloadedKind, TierSplit]:
+    """Return where what leaves the device goes, if host memory has so much room."""
     weights = WEIGHT_BYTES * sizes.parameters
-    found: dict[OffloadedKind, int] = {"activations": activations}
+    leaving: dict[OffloadedKind, int] = {"activations": activations}
     if settings.offloads_optimizer:
         states = STATE_BYTES[settings.state_dtype] * sizes.parameters
         # `optimizer_need` counts new weights with the updates; here they are among what waits.
-        found["states"] = optimizer_need(states, 0, settings.overlap)
+        leaving["states"] = optimizer_need(states, 0, settings.overlap)
         if settings.overlap == "commit":
-            found["waiting"] = 2 * weights
+            leaving["waiting"] = 2 * weights
     if settings.streams_weights:
-        found["weights"] = weights
-    return found
-
-
-def _assign_host_memory(
-    leaving: Mapping[OffloadedKind, int], settings: Settings, room: int
-) -> dict[OffloadedKind, TierSplit]:
+        leaving["weights"] = weights
     found: dict[OffloadedKind, TierSplit] = {}
     room = max(0, room)
     for kind in settings.host_priority:

@@ -217,14 +217,10 @@ class SearchModel:
         return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
 
     def _stages(
-        self,
-        micro_batches: int,
-        forward: StageLoad,
-        backward: StageLoad,
-        last: Mapping[str, StageLoad],
+        self, passes: int, forward: StageLoad, backward: StageLoad, last: Mapping[str, StageLoad]
     ) -> StepTime:
         """Lay out forward of all micro-batches, backward of all but the last, and its stages."""
-        stages = [self.rates.stage("forward", forward, micro_batches)]
-        if micro_batches > 1:
-            stages.append(self.rates.stage("backward", backward, micro_batches - 1))
+        stages = [self.rates.stage("forward", forward, passes)]
+        if passes > 1:
+            stages.append(self.rates.stage("backward", backward, passes - 1))
         return StepTime((*stages, *(self.rates.stage(*one) for one in last.items())))

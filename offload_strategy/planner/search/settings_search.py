@@ -150,17 +150,13 @@ def _choices(model: Model, space: Space) -> Iterator[Settings]:
                     yield Settings(*batches, sequence, recomputed, *offloads, overlap, dtype)
 
 
-def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
-    """Yield batches with their numbers of micro-batches."""
-    if space.batch is not None:
-        for micro_batches in range(1, space.batch + 1):
-            if space.batch % micro_batches == 0:
-                yield space.batch, micro_batches
-        return
+def _batches(space: Space, sequence: int) -> list[tuple[int, int]]:
+    """Return batches with their numbers of micro-batches."""
+    if (batch := space.batch) is not None:
+        return [(batch, times) for times in range(1, batch + 1) if batch % times == 0]
     most = space.most(sequence)
-    for micro, times in itertools.product(_round_numbers(most), _MICRO_BATCHES):
-        if micro * times <= most:
-            yield micro * times, times
+    tried = itertools.product(_round_numbers(most), _MICRO_BATCHES)
+    return [(micro * times, times) for micro, times in tried if micro * times <= most]
 
 
 def _round_numbers(most: int) -> Iterator[int]:
