@@ -32,9 +32,8 @@ EAGER_STATES, COMMIT_STATES = "eager, states only", "commit, states only"
 EAGER_BF16, COMMIT_BF16 = "eager, bfloat16", "commit, bfloat16"
 EAGER_HOST, COMMIT_HOST = "eager, half on the host", "commit, half on the host"
 
-#: memory.pinned: `eager` is for the least memory; in `commit` new weights wait for `step()`, and at
-#: most half of it is for them.
-_PINNED = {"eager": "160MiB", "commit": "3GiB"}
+#: memory.pinned: `eager` is for the least memory; `commit` has what it has by default.
+_PINNED = {"eager": "160MiB", "commit": "512MiB"}
 
 
 def _ours(overlap: str, **options: Any) -> Ours:

@@ -7,8 +7,8 @@ limits the step, so the order is one of the settings:
 
     weights       of a model with streamed weights
     activations   of one micro-batch
-    waiting       gradients, and new weights until `step()`, with overlap: commit; both in buffers
-                  of `memory.pinned`, of which new weights may take half
+    waiting       gradients, and new weights until `step()`, with overlap: commit; those of an
+                  accelerator in buffers of `memory.pinned`, of which new weights may take half
     states        of the optimizer, with overlap: commit twice
 """
 
