@@ -128,6 +128,11 @@ class AttachedOptimizers:
             count = _elements(parameters)
             size = min(count, subgroups(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
+        if section.overlap == "commit" and parameters[0].device.type == "cpu":
+            # Of states in host memory, step() frees all old ones at once.
+            tiers = self._resources.clients["optimizer"]
+            host_bytes = sum(tier.capacity for tier in tiers if tier.is_host_memory)
+            self._resources.pool.keep_idle_beyond(host_bytes)
         return wrapped
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
@@ -185,7 +190,7 @@ class AttachedOptimizers:
             fixed = int(self._section.subgroup_size)
             return lambda _: fixed
         moved, memory = state_bytes, self._resources.pinned_bytes
-        if self._section.overlap == "commit":  # new weights wait in the rest
+        if self._section.overlap == "commit":  # the rest is for gradients, or new weights
             moved += sum(local_tensor(p).nbytes for p in parameters)
             memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
         return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)

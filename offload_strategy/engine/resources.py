@@ -45,7 +45,7 @@ class Resources:
     measured_paths: MeasuredPaths
     #: Bytes of the pool that do not belong to dram tiers.
     pinned_bytes: int
-    #: Tier for new weights that wait for `step()`.
+    #: Tier for new weights of an accelerator that wait for `step()`.
     new_weight_tiers: list[Tier]
     memory_tiers: dict[str, MemoryTier] = field(default_factory=dict)
     queues: dict[str, list[PathQueue]] = field(default_factory=dict)

@@ -18,7 +18,6 @@ what autograd saved is gone.
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from timeit import default_timer as perf_counter
@@ -32,7 +31,7 @@ _PASSES = 8
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides.
-_WAITING_SHARE, _IN_USE_SHARE = 0.2, 0.75
+WAITING_SHARE, IN_USE_SHARE = 0.2, 0.75
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of
@@ -96,8 +95,8 @@ class IdleLimit:
         self._look_at = 0.0
         #: Bytes by which idle memory may raise the memory of the process.
         self.may_exceed = 0
-        #: Bytes that the process may have in memory.
-        self.process_bytes = sys.maxsize
+        #: Bytes that the process may have in memory; none before that is known.
+        self.process_bytes = 0
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
@@ -140,7 +139,7 @@ class IdleLimit:
             return False
         in_use = resident - freed_memory.nbytes()
         self._most_in_use = max(self._most_in_use, in_use - self.waiting)
-        most = min((1 + _WAITING_SHARE) * self._most_in_use, _IN_USE_SHARE * self.process_bytes)
+        most = min((1 + WAITING_SHARE) * self._most_in_use, IN_USE_SHARE * self.process_bytes)
         return in_use + nbytes <= most and resident <= _NEAR_SHARE * self.process_bytes
 
     def acquired(self, nbytes: int) -> None:

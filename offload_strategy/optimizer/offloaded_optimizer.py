@@ -61,7 +61,7 @@ class OffloadedOptimizer(Optimizer):
         tiers: where states may be put, in order.
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
-        new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
+        new_weight_tiers: where new weights of an accelerator wait for `step()` before `tiers`.
         gradient_memory: host bytes for gradients that wait for `step()`; others go to the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
@@ -106,8 +106,6 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
-            # Of states in host memory, step() frees all old ones at once.
-            store.pool.keep_idle_beyond(sum(t.capacity for t in tiers if t.is_host_memory))
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
         self._numbers = count(1)

@@ -212,6 +212,6 @@ def test_idle_memory_stays_beside_what_waits(monkeypatch: pytest.MonkeyPatch) ->
     process.rest = _OTHER + 300 * MiB
     acquire(process.pool, 20 * MiB)
     waiting = process.pool.count_waiting(torch.empty(200 * MiB, dtype=torch.uint8))
-    process.rest = _OTHER + waiting.nbytes
+    process.rest = _OTHER + 100 * MiB + waiting.nbytes
     process.pool.look()
     assert process.held() >= 20 * MiB

@@ -99,30 +99,41 @@ class RetainedGradients:
         fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
         return gradient.device.type == "cpu" and fits
 
-    def memory_of(self, backing: GradientBacking, weight: torch.Tensor) -> torch.Tensor | None:
-        """Move a gradient that is to leave to a buffer; return its memory for the new weight.
+    def memory_of(
+        self, gradients: Sequence[tuple[torch.Tensor, GradientBacking]]
+    ) -> list[torch.Tensor] | None:
+        """Move gradients that are to leave to buffers; return memory for their new weights.
 
-        None if it is not to leave, others use its memory, or there is no room for that. New memory
-        would lie between that of gradients, which come and go, and fragment the heap.
+        None if there is no room for those until `step()`, or if a gradient needs its memory. New
+        memory would lie between that of gradients, which come and go, and fragment the heap.
         """
-        metadata, pool = backing.metadata, self._store.pool
-        if metadata.device.type != "cpu" or metadata.strides != weight.stride():
+        for parameter, backing in gradients:
+            weight, metadata = local_tensor(parameter), backing.metadata
+            is_alike = (metadata.dtype, metadata.strides) == (weight.dtype, weight.stride())
+            if metadata.device.type != "cpu" or not is_alike or self._stays(metadata):
+                return None
+        if not self._store.pool.may_wait(sum(backing.metadata.nbytes for _, backing in gradients)):
             return None
-        if metadata.nbytes < _SMALLEST_BYTES:
-            fits = pool.may_wait(metadata.nbytes)
-            return pool.count_waiting(torch.empty_like(weight)) if fits else None
-        found: list[torch.Tensor] = []
+        memory: list[torch.Tensor] = []
 
         def move(gradient: torch.Tensor) -> torch.Tensor:
-            found.append(pool.count_waiting(gradient))
+            if not gradient.untyped_storage().resizable():  # of another library or process
+                return gradient
             storage = self._store.borrow("optimizer", gradient.nbytes).untyped_storage()
             # Not a view, which would keep the tensor that it is a view of.
             values = torch.empty(0, dtype=gradient.dtype)
-            return values.set_(storage, 0, gradient.shape, gradient.stride()).copy_(gradient)
+            values.set_(storage, 0, gradient.shape, gradient.stride()).copy_(gradient)
+            memory.append(gradient)
+            return values
 
-        if not self._stays(metadata) and pool.may_wait(0):
-            backing.relocate(move)
-        return found[0] if found else None
+        for number, (_, backing) in enumerate(gradients, start=1):
+            if backing.metadata.nbytes < _SMALLEST_BYTES:
+                memory.append(backing.metadata.empty())
+            else:
+                backing.relocate(move)
+            if len(memory) < number:
+                return None
+        return [self._store.pool.count_waiting(each) for each in memory]
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""
@@ -165,7 +176,10 @@ class CommittedUpdates(BackwardOverlap):
 
     def _update(self, subgroup: Subgroup) -> None:
         edits = self._prediction.predicted
-        memory = self._memory_of_gradients(subgroup)
+        ready = [subgroup.slices[index] for index in sorted(subgroup.ready)]
+        memory = None
+        if all(param_slice.rows is None for param_slice in ready):
+            memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
         gradients = {}
         for index, param_slice in enumerate(subgroup.slices):
             if index in subgroup.ready:
@@ -179,22 +193,6 @@ class CommittedUpdates(BackwardOverlap):
             # A sliced parameter may have slices in subgroups that are still to be updated.
             if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
-
-    def _memory_of_gradients(self, subgroup: Subgroup) -> list[torch.Tensor] | None:
-        """Return memory of gradients that are to leave, for the new weights of a subgroup.
-
-        None if there is no room for them until `step()`, or if a gradient needs its memory.
-        """
-        memory = []
-        for param_slice in [s for i, s in enumerate(subgroup.slices) if i in subgroup.ready]:
-            parameter, backing = self._backings[id(param_slice.parameter)]
-            given = None
-            if param_slice.rows is None:
-                given = self._retained.memory_of(backing, local_tensor(parameter))
-            if given is None:
-                return None
-            memory.append(given)
-        return memory
 
     def finish(self) -> list[AheadUpdate]:
         """Return the updates that are still valid for the gradients as they are; drop the rest."""

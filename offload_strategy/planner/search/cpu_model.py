@@ -34,9 +34,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
 from offload_strategy.planner.saved_tensor_bytes import layer_tensors
@@ -268,17 +269,22 @@ class _CpuPlacement:
             free = (self._room - self._needed(kept)) // self._copies
             kept.states = self._states if free >= self._states else free // _GRAIN * _GRAIN
         elif kind == "waiting" and self._commits:
-            kept.new_weights = self._waiting_that_fit(kept)
-            kept.gradients = self._waiting_that_fit(kept)
+            process = self._model.request.cores.process_bytes
+            # Where memory is not scarce, gradients stay as well.
+            needed = self._needed(replace(kept, gradients=self._weights))
+            most = (1 + WAITING_SHARE) * (needed + process)
+            most = min(most, IN_USE_SHARE * self._model.request.room_bytes) - process
+            kept.new_weights = self._waiting_that_fit(kept, min(most, self._room))
+            kept.gradients = self._waiting_that_fit(kept, self._room)
 
-    def _waiting_that_fit(self, kept: _InMemory) -> int:
+    def _waiting_that_fit(self, kept: _InMemory, room: float) -> int:
         """Return how much more may wait in memory for `step()` and fits at every moment.
 
         The first of what is as large as the gradients, and is finished with them.
         """
-        room = self._room - self._all_the_time(kept)
+        room -= self._all_the_time(kept)
         free = ((int(room - self._at(one, kept)), one.done) for one in self._moments)
-        return min((most for most, done in free if most < done), default=self._weights)
+        return max(0, min((most for most, done in free if most < done), default=self._weights))
 
     def _splits(self, kept: _InMemory) -> dict[OffloadedKind, TierSplit]:
         """Return what is where."""
