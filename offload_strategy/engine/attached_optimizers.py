@@ -97,9 +97,10 @@ class AttachedOptimizers:
         state_bytes = sum(supported.state_bytes)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
-        self._resources.pool.process_limit = self._choice.host_limit_bytes
         kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._choice.limit.measure(parameters[0])
+        self._resources.pool.limit_process(self._choice.host_limit_bytes)
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer

@@ -54,8 +54,7 @@ class BufferPool:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        #: Returns the bytes that the process may have in memory.
-        self.process_limit: Callable[[], int] = lambda: sys.maxsize
+        self._process_limit: Callable[[], int] = lambda: sys.maxsize
         self._lock = threading.Lock()
         # Size -> idle buffers; the least recently used size is trimmed first.
         self._idle: OrderedDict[int, list[HostBuffer]] = OrderedDict()
@@ -90,9 +89,13 @@ class BufferPool:
         """Let idle buffers add so many bytes, for clients that use the same ones in turn."""
         self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
 
+    def limit_process(self, nbytes: Callable[[], int]) -> None:
+        """Let what `may_wait` take as much as `nbytes` returns at the begin of a pass, and now."""
+        self._process_limit, self._limit.process_bytes = nbytes, nbytes()
+
     def pass_begins(self) -> None:
         """Unmap idle memory that would raise the peak of a forward pass, which starts now."""
-        self._limit.process_bytes = self.process_limit()
+        self._limit.process_bytes = self._process_limit()
         if self._limit.pass_begins():
             self.look()
         else:

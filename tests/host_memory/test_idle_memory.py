@@ -195,12 +195,12 @@ def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(
 
 def test_what_waits_stays_below_the_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
-    process.pool.process_limit = lambda: _OTHER * 4 // 3 + MiB
+    process.pool.limit_process(lambda: _OTHER * 4 // 3 + MiB)
     process.pool.pass_begins()
     assert process.pool.may_wait(0)
     assert not process.pool.may_wait(2 * MiB), "three quarters are used"
     monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: _OTHER)
-    process.pool.process_limit = lambda: _OTHER
+    process.pool.limit_process(lambda: _OTHER)
     process.pool.pass_begins()
     assert not process.pool.may_wait(0), "the process is as large as it may be"
 
