@@ -244,4 +244,4 @@ def _copies() -> float:
 
 def _fastest(run: Callable[[], object]) -> float:
     run()
-    return min(timeit.repeat(run, number=1, repeat=_RUNS))
+    return min(timeit.repeat(run, "gc.enable()", number=1, repeat=_RUNS))

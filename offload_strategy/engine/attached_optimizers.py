@@ -99,9 +99,6 @@ class AttachedOptimizers:
             return optimizer
         kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters[:1]:  # groups may be filled later
-            self._choice.limit.measure(parameter)
-        self._resources.pool.limit_process(self._choice.host_limit_bytes)
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer
@@ -130,7 +127,10 @@ class AttachedOptimizers:
             count = _elements(parameters)
             size = min(count, subgroups(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
-        if section.overlap == "commit" and all(p.device.type == "cpu" for p in parameters[:1]):
+        if section.overlap == "commit" and parameters[0].device.type == "cpu":
+            # What waits for step() stays in memory as far as there is room.
+            self._choice.limit.measure(parameters[0])
+            self._resources.pool.limit_process(self._choice.host_limit_bytes)
             # Of states in host memory, step() frees all old ones at once.
             tiers = self._resources.clients["optimizer"]
             host_bytes = sum(tier.capacity for tier in tiers if tier.is_host_memory)

@@ -201,7 +201,7 @@ class Updater:
                 if memory is None:
                     flat = self._store.borrow("optimizer", layout.nbytes, device)
                     memory = layout.views(flat)
-                new_weights, weights = NewWeights(memory, layout), memory
+                new_weights, weights = NewWeights(memory), memory
                 for copy, weight, gradient in zip(memory, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
@@ -218,7 +218,7 @@ class Updater:
             timing.written_bytes = new.nbytes
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
-                new_weights.put(self._store, flat, tiers)
+                new_weights.put(self._store, flat, layout, tiers)
             return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, new_weights)
 
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

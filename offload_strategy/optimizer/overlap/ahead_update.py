@@ -47,34 +47,36 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 class NewWeights:
     """Copies of weights for an update, which wait for `step()` in memory or in a ticket."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         #: The copies, until they are offloaded.
         self.tensors = tensors
-        self._layout = layout
-        self._ticket: Ticket | None = None
+        self._stored: tuple[Layout, Ticket] | None = None
 
-    def put(self, store: TensorStore, flat: torch.Tensor, tiers: Sequence[Tier]) -> None:
-        """Offload the copies, which are views of a flat tensor by the layout."""
-        self._ticket = store.put(flat, "optimizer", tiers)
+    def put(
+        self, store: TensorStore, flat: torch.Tensor, layout: Layout, tiers: Sequence[Tier]
+    ) -> None:
+        """Offload the copies, which are views of a flat tensor by a layout."""
+        self._stored = layout, store.put(flat, "optimizer", tiers)
         self.tensors = ()
 
     def prefetch(self, store: TensorStore) -> None:
         """Begin to load what was offloaded."""
-        if self._ticket is not None:
-            store.prefetch(self._ticket)
+        if self._stored is not None:
+            store.prefetch(self._stored[1])
 
     def take(self, store: TensorStore) -> Sequence[torch.Tensor]:
         """Return the copies, which nothing else references afterwards."""
         tensors, self.tensors = self.tensors, ()
-        if self._ticket is not None and self._layout is not None:
-            return self._layout.views(store.take(self._ticket))
-        return tensors
+        if self._stored is None:
+            return tensors
+        layout, ticket = self._stored
+        return layout.views(store.take(ticket))
 
     def free(self, store: TensorStore) -> None:
         """Free the copies."""
         self.tensors = ()
-        if self._ticket is not None:
-            store.free(self._ticket)
+        if self._stored is not None:
+            store.free(self._stored[1])
 
 
 @dataclass(eq=False)
