@@ -8,11 +8,19 @@ needed twice in a row the last time. Blocks that stay, after backward or an upda
 when others need the room: the least recently used one first, unless it is among the next blocks.
 Weights that are accessed outside their blocks are tracked apart: a few of them may stay besides the
 one that is accessed now.
+
+[Note: grace period]
+Another thread may call a function with a weight while the weight's block computes, and PyTorch's
+C++ may give up the GIL after it found a plain parameter and before it reads the data. So between
+the guard and the NaN placeholder there is a grace period, as in read-copy-update: other threads
+leave the call in which they are. A thread that stays in a call is waited for once.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -30,6 +38,16 @@ from offload_strategy.weights.weight_blocks import BlockOrder, StreamedBlock
 
 #: Bytes of weights accessed outside their blocks that may stay besides the current one.
 _ACCESSED_BYTES = 64 * MiB
+_GRACE_SECONDS = 0.02
+#: Modules whose functions wait and read no weight, and ours, which take the lock for it.
+_NO_READERS = (
+    "threading",
+    "queue",
+    "selectors",
+    "multiprocessing",
+    "torch.autograd",
+    "offload_strategy",
+)
 
 
 class BlockResidency:
@@ -47,6 +65,7 @@ class BlockResidency:
         # Weights accessed outside their blocks, least recently accessed first.
         self._accessed: dict[StreamedWeight, None] = {}
         self._by_storage: dict[int, StreamedWeight] = {}
+        self._calls = _CallsInProgress()
         #: Context with the saved-tensor hooks that recognize weights; yields whether it has any.
         self.saving: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(False)
 
@@ -81,6 +100,7 @@ class BlockResidency:
         with self._lock, default_modes():
             for weight in block.weights:
                 weight.release()
+            self._calls.may_have_readers = True
             if not self._order.is_needed_again:
                 self._offload(block)
 
@@ -140,6 +160,7 @@ class BlockResidency:
             finally:
                 with default_modes():
                     acquired.close()
+                    self._calls.may_have_readers = True
                     self._make_room(self._most)
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -241,6 +262,8 @@ class BlockResidency:
         """Offload a weight if possible; return whether it is offloaded."""
         if weight.parameter() is None:
             return True
+        if weight.is_resident:
+            self._calls.wait()
         if weight.is_resident and weight.can_be_offloaded():
             self._by_storage.pop(weight.storage_key, None)
             weight.offload()
@@ -252,3 +275,35 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[tuple[StreamedBlock, ExitStack]] = []
+
+
+class _CallsInProgress:
+    """The calls in which other threads are; see [Note: grace period]."""
+
+    def __init__(self) -> None:
+        #: Whether weights were guarded since the last `wait`.
+        self.may_have_readers = False
+        # Those in which a thread has stayed for a whole grace period.
+        self._waited_for: set[tuple[int, int, int]] = set()
+
+    def wait(self) -> None:
+        """Wait until each thread has left its call, unless it was waited for before."""
+        if not self.may_have_readers:
+            return
+        self.may_have_readers = False
+        deadline = time.perf_counter() + _GRACE_SECONDS
+        self._waited_for &= (found := self._find())
+        waiting = found - self._waited_for
+        while waiting and time.perf_counter() < deadline:
+            time.sleep(1e-4)
+            waiting &= self._find()
+        self._waited_for |= waiting
+
+    def _find(self) -> set[tuple[int, int, int]]:
+        """Return threads that may read weights, each with its frame and instruction."""
+        own = threading.get_ident()
+        return {
+            (thread, id(frame), frame.f_lasti)
+            for thread, frame in sys._current_frames().items()
+            if thread != own and not frame.f_globals.get("__name__", "").startswith(_NO_READERS)
+        }
