@@ -68,13 +68,20 @@ def sleep(cycles: int) -> None:
         device_module.sleep(cycles // 2000)
 
 
+def idle_memory() -> int:
+    """Bytes in use of a device that has done its work, when all that is not needed was freed."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    device_module.empty_cache()
+    return device_module.memory_allocated()
+
+
 @contextmanager
 def memory_beyond(nbytes: int) -> Iterator[None]:
     """Allow so many bytes more than are in use."""
-    gc.collect()
-    device_module.empty_cache()
+    in_use = idle_memory()
     if DEVICE == "sim":
-        device_module.set_memory_limit(0, device_module.memory_allocated() + nbytes)
+        device_module.set_memory_limit(0, in_use + nbytes)
         try:
             yield
         finally:
@@ -148,7 +155,7 @@ class Transformer(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
+        x = self.embedding(x.to(self.embedding.weight.dtype))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return F.linear(x, self.embedding.weight.t())
@@ -160,6 +167,7 @@ def make(
     seed: int = 0,
     dropout: bool = True,
     device: str = DEVICE,
+    dtype: torch.dtype = torch.float32,
     recompute: bool = False,
 ) -> nn.Module:
     """A transformer on the device, attached if there is an engine."""
@@ -168,7 +176,7 @@ def make(
     for module in model.modules():
         if isinstance(module, nn.Dropout) and not dropout:
             module.p = 0.0
-    model.to(device)
+    model.to(device, dtype)
     if engine is not None:
         engine.attach(model)
     return model

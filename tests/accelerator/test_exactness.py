@@ -1,4 +1,4 @@
-"""The same to the last bit on CUDA, where copies run beside the computation."""
+"""The same to the last bit on an accelerator, where copies run beside the computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
-from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
     DEVICE,
@@ -25,7 +24,6 @@ from tests.accelerator.support import (
     loss_of,
     make,
     needs_accelerator,
-    new_stream,
     sleep,
     stir,
     train,
@@ -42,6 +40,7 @@ from tests.training import (
     on_disk,
     same_with_and_without,
     settings,
+    weights,
 )
 
 pytestmark = needs_accelerator
@@ -53,14 +52,28 @@ def activations(disk: Path, host: str | None = None, **memory: Any) -> dict[str,
 
 
 def passes(
-    engine: OffloadEngine | None, wait: bool = True, scope: Any = nullcontext, **options: Any
+    engine: OffloadEngine | None,
+    wait: bool = True,
+    scope: Any = nullcontext,
+    behind: bool = False,
+    **options: Any,
 ) -> list[Numbers]:
-    """Three steps of gradient descent; with `wait`, backward begins when all is on the disk."""
+    """Three steps of gradient descent; with `wait`, backward begins when all is on the disk.
+
+    With `behind`, the host puts, drops and reads tickets long before the device has computed their
+    bytes.
+    """
     model = make(engine=engine, **options)
 
     def loss(step: int) -> torch.Tensor:
+        dropped = None
+        if behind:
+            sleep(100_000_000)
+            dropped = loss_of(model, step + 50)
+            torch.manual_seed(step)
         with scope():
             found = loss_of(model, step)
+        del dropped
         stir()
         return found
 
@@ -94,46 +107,20 @@ def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -
 
 @pytest.mark.parametrize(
     ("memory", "options"),
-    [({}, {"recompute": True}), ({"pinned": "64KiB"}, {}), ({"pinned": "2MiB"}, {})],
+    [
+        ({}, {"recompute": True}),
+        ({"pinned": "64KiB"}, {}),
+        ({"pinned": "2MiB"}, {}),
+        ({}, {"behind": True, "wait": False}),
+        ({}, {"dtype": torch.bfloat16}),
+        ({}, {"dtype": torch.float16}),
+    ],
+    ids=str,
 )
-def test_gradients_are_the_same_with_checkpoints_and_with_little_pinned_memory(
-    disk: Path, memory: dict[str, str], options: dict[str, bool]
+def test_gradients_are_the_same_with(
+    disk: Path, memory: dict[str, str], options: dict[str, Any]
 ) -> None:
     same_with_and_without(lambda engine: passes(engine, **options), activations(disk, **memory))
-
-
-def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        if engine is None:
-            return passes(None)
-        stream = new_stream()
-        stream.wait_stream(torch.accelerator.current_stream())
-        with using_stream(stream):
-            found = passes(engine, wait=False)
-        stream.synchronize()
-        return found
-
-    same_with_and_without(run, activations(disk))
-
-
-def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None:
-    """The host puts, drops and reads tickets long before the device has computed their bytes."""
-
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make(engine=engine)
-
-        def loss(step: int) -> torch.Tensor:
-            sleep(100_000_000)
-            dropped = loss_of(model, step + 50)
-            torch.manual_seed(step)
-            found = loss_of(model, step)
-            del dropped
-            stir()
-            return found
-
-        return backward_history(model, loss, steps=4)
-
-    same_with_and_without(run, activations(disk))
 
 
 def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Path) -> None:
@@ -266,22 +253,15 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_parameters_and_states_are_the_same(disk: Path, loop: str, overlap: str) -> None:
-    figures = same_with_and_without(
-        lambda engine: steps(engine, **LOOPS[loop]), both(disk, overlap)
-    )
-    assert figures["offload/optimizer/written_bytes"] > 0 or loop == "SGD"
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("wait", [False, True], ids=["at once", "when it is on the disk"])
-def test_parameters_and_states_are_the_same_on_every_tier(
-    disk: Path, tiers: str, overlap: str, wait: bool
+@pytest.mark.parametrize(("loop", "tiers", "wait"), in_turn(LOOPS, TIERS, [False, True]))
+def test_parameters_and_states_are_the_same(
+    disk: Path, loop: str, tiers: str, wait: bool, overlap: str
 ) -> None:
+    """With `wait`, `step()` begins when all is on the disk."""
     config = both(disk, overlap, **TIERS[tiers])
-    same_with_and_without(lambda engine: steps(engine, wait=wait), config)
+    figures = same_with_and_without(lambda engine: steps(engine, wait=wait, **LOOPS[loop]), config)
+    left = figures["offload/optimizer/written_bytes"]
+    assert left + figures.get("offload/tier/host/used_bytes", 0) > 0 or loop == "SGD"
 
 
 def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
@@ -337,3 +317,45 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
         return numbers
 
     same_with_and_without(run, both(disk, overlap))
+
+
+# ---------------------------------------------------------------------- streamed weights
+def streaming(disk: Path, host: str | None = None, overlap: str = "eager") -> dict[str, Any]:
+    parameters = {"enabled": True, "min_size": 1}
+    return settings(disk, host, parameters=parameters, optimizer={"overlap": overlap})
+
+
+def streamed(engine: OffloadEngine | None, building: bool = False, **options: Any) -> list[Numbers]:
+    """Five steps, then the weights; with `building`, they leave as soon as they are made."""
+    with engine.building() if engine is not None and building else nullcontext():
+        model = make(**options)
+    optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-2))
+    history = train(model, optimizer, range(5))
+    if engine is not None:
+        engine.close()
+    return [*history, weights(model)]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "overlap", "recompute", "building"),
+    [
+        *in_turn(TIERS, ["commit", "eager", "off"], [True, False], [False]),
+        *in_turn(TIERS, ["eager", "off", "commit"], [False, True], [True, False]),
+    ],
+)
+def test_streamed_weights_are_the_same(
+    disk: Path, tiers: str, overlap: str, recompute: bool, building: bool
+) -> None:
+    same_with_and_without(
+        lambda engine: streamed(engine, building, recompute=recompute),
+        streaming(disk, overlap=overlap, **TIERS[tiers]),
+    )
+
+
+def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with OffloadEngine(streaming(disk)) as engine:
+        engine.attach(model, device=torch.device(DEVICE))
+        assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
+        model(torch.ones(2, 64, device=DEVICE)).sum().backward()

@@ -46,11 +46,14 @@ def model_on(engine: OffloadEngine | None) -> Deep:
     return model
 
 
-def train(engine: OffloadEngine | None, other_stream: bool = False) -> list[torch.Tensor]:
-    model = model_on(engine)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ELEMENTS, generator=generator).to(DEVICE).requires_grad_()
+def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
+    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     torch.accelerator.synchronize()
+    return found.requires_grad_()
+
+
+def gradients(engine: OffloadEngine | None, other_stream: bool) -> list[torch.Tensor]:
+    model, x = model_on(engine), inputs(ELEMENTS)
     found = []
     stream = new_stream() if other_stream else torch.accelerator.current_stream()
     for _ in range(3):
@@ -64,48 +67,74 @@ def train(engine: OffloadEngine | None, other_stream: bool = False) -> list[torc
         found.append(x.grad.clone())
         torch.accelerator.current_stream().synchronize()
         x.grad = None
-    return [gradient.cpu() for gradient in found]
+    return found
+
+
+def gradients_after_a_dropped_pass(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+    """A pass is dropped while the device is behind; its buffers serve loads of another one."""
+    model, x = model_on(engine), inputs(ELEMENTS, seed=seed)
+    loss = model(x).sum()
+    if engine is not None:
+        on_disk(engine)
+    device_module.sleep(100_000)
+    dropped = model(x * 2)
+    del dropped
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def updated(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+    """Weights, of which updates run during backward on a stream of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to(DEVICE)
+    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), 1e-2, foreach=True))
+    x = inputs(64, 128, seed=seed).detach()
+    seen = []
+    for _ in range(3):
+        device_module.sleep(10_000)  # gradients are late, which an update must not overlook
+        model(x).pow(2).sum().backward()
+        if engine is None:
+            optimizer.step()  # `eager` has updated the weights by now
+        seen += [parameter.detach().clone() for parameter in model.parameters()]
+        churn()
+        if engine is not None:
+            optimizer.step()
+        optimizer.zero_grad()
+        churn()
+    return seen
 
 
 def config(disk: Path, host: str | None) -> dict[str, Any]:
     return settings(disk, host, optimizer={"enabled": False}, memory={"pinned": "4MiB"})
 
 
+def differ(config: dict[str, Any], run: Callable[..., list[torch.Tensor]], *options: Any) -> bool:
+    with OffloadEngine(config) as engine:
+        got = [tensor.cpu() for tensor in run(engine, *options)]
+    expected = [tensor.cpu() for tensor in run(None, *options)]
+    return not all(map(torch.equal, got, expected))
+
+
 def wrong_bits(disk: Path, host: str | None, seed: int) -> bool:
-    late = delays(seed, 50 * (seed % 3), 800 * ((seed + 1) % 3))
-    with late, OffloadEngine(config(disk, host)) as engine:
-        got = train(engine, other_stream=seed % 2 == 1)
-    return not all(map(torch.equal, got, train(None)))
+    with delays(seed, 50 * (seed % 3), 800 * ((seed + 1) % 3)):
+        return differ(config(disk, host), gradients, seed % 2 == 1)
 
 
 def wrong_bits_after_a_dropped_pass(disk: Path, host: str | None, seed: int) -> bool:
-    """A pass is dropped while the device is behind; its buffers serve loads of another one."""
+    return differ(config(disk, host), gradients_after_a_dropped_pass, seed)
 
-    def gradient(engine: OffloadEngine | None) -> torch.Tensor:
-        model = model_on(engine)
-        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
-        x = x.to(DEVICE).requires_grad_()
-        loss = model(x).sum()
-        if engine is not None:
-            on_disk(engine)
-        device_module.sleep(100_000)
-        dropped = model(x * 2)
-        del dropped
-        loss.backward()
-        assert x.grad is not None
-        return x.grad.cpu()
 
-    with OffloadEngine(config(disk, host)) as engine:
-        got = gradient(engine)
-    return not torch.equal(got, gradient(None))
+def wrong_update(disk: Path, host: str | None, seed: int) -> bool:
+    section = {"overlap": "eager", "subgroup_size": 20_000}
+    with delays(seed, 100 * (1 + seed % 3), 800 * (seed % 2)):
+        return differ(settings(disk, host, optimizer=section), updated, seed)
 
 
 def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
     """Whether more is in use than the windows allow while the device is behind."""
     with OffloadEngine(config(disk, host)) as engine:
-        model = model_on(engine)
-        x = torch.randn(1 * MiB).to(DEVICE).requires_grad_()
-        torch.accelerator.synchronize()
+        model, x = model_on(engine), inputs(1 * MiB)
         before = device_module.memory_allocated()
         for _ in range(3):
             torch.accelerator.synchronize()
@@ -120,38 +149,6 @@ def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
         torch.accelerator.synchronize()
     # A few tensors of the next pass may be on their way; the window would be more.
     return bool(peak > 64 * MiB or left > 12 * MiB)
-
-
-def wrong_update(disk: Path, host: str | None, seed: int) -> bool:
-    """Whether weights differ when updates run during backward on a stream of their own."""
-
-    def trained(engine: OffloadEngine | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        layers = [nn.Linear(128, 128) for _ in range(6)]
-        model = nn.Sequential(*layers).to(DEVICE)
-        plain = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
-        optimizer = attached(engine, model, plain)
-        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        torch.accelerator.synchronize()
-        seen = []
-        for _ in range(3):
-            device_module.sleep(10_000)  # gradients are late, which an update must not overlook
-            model(x).pow(2).sum().backward()
-            if engine is None:
-                optimizer.step()  # `eager` has updated the weights by now
-            seen += [parameter.detach().clone() for parameter in model.parameters()]
-            churn()
-            if engine is not None:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            churn()
-        return [weight.cpu() for weight in seen]
-
-    late = delays(seed, 100 * (1 + seed % 3), 800 * (seed % 2))
-    section = {"overlap": "eager", "subgroup_size": 20_000}
-    with late, OffloadEngine(settings(disk, host, optimizer=section)) as engine:
-        got = trained(engine)
-    return not all(map(torch.equal, got, trained(None)))
 
 
 SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
