@@ -27,7 +27,6 @@ DEVICE = os.environ["TEST_ACCELERATOR"]
 needs_accelerator = pytest.mark.skipif(
     DEVICE == "none", reason="needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim"
 )
-needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 device_module: Any = None if DEVICE == "none" else torch.get_device_module(DEVICE)
 WIDTH = 64

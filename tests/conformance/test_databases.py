@@ -1,0 +1,254 @@
+"""torch's own samples of operators and modules, and its optimizers with every option.
+
+Operators and modules run under activation offload: as they are, and on large inputs and a slow
+path, whose writes begin late and whose reads end late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.common_optimizers import (
+    OptimizerInfo,
+    OptimizerInput,
+    _get_optim_inputs_including_global_cliquey_kwargs,
+    optim_db,
+)
+
+from offload_strategy import OffloadEngine
+from tests.conformance.saved_tensors import Call, Comparison, engine, enlarged, fits, slow_engine
+from tests.conformance.selection import selected
+from tests.training import Numbers, assert_same_history, moved, settings
+
+__all__ = ["engine", "slow_engine"]
+
+
+# ---------------------------------------------------------------------- operators
+OPERATORS = {
+    op.full_name: op
+    for op in op_db
+    # The solutions of plain PyTorch's `lstsq` differ from call to call.
+    if op.supports_autograd and not op.full_name.startswith("linalg.lstsq")
+}
+#: They make a tensor of every row, or of a few.
+OF_ROWS = {"unbind", "unbind_copy", "nn.functional.linear_cross_entropy.chunked"}
+
+
+def dtypes(op: Any) -> list[torch.dtype]:
+    """float32, and one more for what is different there: lazy conjugates, other kernels."""
+    backward = op.supported_backward_dtypes("cpu")
+    others = [d for d in (torch.complex64, torch.bfloat16, torch.float64) if d in backward]
+    return [d for d in (torch.float32, *others[:1]) if d in backward]
+
+
+def add_operator(
+    comparison: Comparison, label: str, op: Any, args: Any, kwargs: Any, twice: bool
+) -> None:
+    """Compare a call, and one of the operator's form that changes its input in place."""
+    comparison.add(label, Call(lambda: op(*args, **kwargs), (args, kwargs), twice))
+    in_place = op.inplace_variant
+    if in_place is not None and isinstance(args[0], torch.Tensor):
+        call = Call(lambda: in_place(args[0].clone(), *args[1:], **kwargs), (args, kwargs), twice)
+        comparison.add(f"{label} in place", call)
+
+
+@pytest.mark.parametrize("name", selected(OPERATORS))
+def test_every_sample_of_an_operator_is_the_same(name: str, engine: OffloadEngine) -> None:
+    op, comparison = OPERATORS[name], Comparison(engine)
+    for dtype in dtypes(op):
+        for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
+            label, args = f"{dtype}, sample {number}", (sample.input, *sample.args)
+            twice = op.supports_gradgrad and number < 3
+            add_operator(comparison, label, op, args, sample.kwargs, twice)
+    assert comparison.different == []
+
+
+@pytest.mark.parametrize("name", selected(sorted(OPERATORS.keys() - OF_ROWS)))
+def test_an_operator_on_large_inputs_is_the_same(name: str, slow_engine: OffloadEngine) -> None:
+    op, comparison = OPERATORS[name], Comparison(slow_engine)
+    for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=True)):
+        large = enlarged((sample.input, *sample.args), sample.kwargs)
+        if large is not None and fits(op, *large):
+            add_operator(comparison, f"sample {number}", op, *large, twice=False)
+        if comparison.compared >= 4:
+            break
+    assert comparison.different == []
+
+
+# ---------------------------------------------------------------------- modules
+MODULES = {info.name: info for info in module_db}
+
+
+def each_module(name: str, dtype: torch.dtype, call: Callable[[str, Any, Any], None]) -> None:
+    """Call with every sample of a module: what it is named, the module, and its inputs."""
+    info = MODULES[name]
+    samples = info.module_inputs_func(
+        info, device="cpu", dtype=dtype, requires_grad=True, training=True
+    )
+    for number, sample in enumerate(samples):
+        made, given = sample.constructor_input, sample.forward_input
+        if given is None:
+            continue
+        torch.manual_seed(0)
+        module = info.module_cls(*made.args, **made.kwargs).to(dtype).train()
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            with torch.no_grad():
+                module(*given.args, **given.kwargs)
+        call(f"{dtype}, sample {number}", module, (given.args, given.kwargs))
+
+
+def add_module(comparison: Comparison, label: str, module: Any, inputs: Any) -> None:
+    """Compare a call of a module."""
+    args, kwargs = inputs
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+
+    def call() -> Any:
+        module.load_state_dict(before)  # running statistics
+        return module(*args, **kwargs)
+
+    comparison.add(label, Call(call, (inputs, list(module.parameters()))))
+
+
+@pytest.mark.parametrize("name", selected(MODULES))
+def test_every_sample_of_a_module_is_the_same(name: str, engine: OffloadEngine) -> None:
+    comparison = Comparison(engine)
+    for dtype in (torch.float32, torch.float64):
+        each_module(name, dtype, lambda *sample: add_module(comparison, *sample))
+    assert comparison.different == []
+
+
+@pytest.mark.parametrize("name", selected(MODULES))
+def test_a_module_on_large_inputs_is_the_same(name: str, slow_engine: OffloadEngine) -> None:
+    comparison = Comparison(slow_engine)
+
+    def add_large(label: str, module: Any, inputs: Any) -> None:
+        # Recurrent modules would take long for long sequences: their batch is large.
+        recurrent = isinstance(module, torch.nn.RNNBase)
+        if recurrent and inputs[0][0].ndim < 3:
+            return
+        large = enlarged(*inputs, dim=int(recurrent and not module.batch_first))
+        if large is not None and comparison.compared < 6 and (recurrent or fits(module, *large)):
+            add_module(comparison, label, module, large)
+
+    each_module(name, torch.float32, add_large)
+    assert comparison.different == []
+
+
+# ---------------------------------------------------------------------- optimizers
+#: Parameters per subgroup: each its own and the largest in slices, some together, and all.
+_SUBGROUP_SIZES = (1, 300, 10**6)
+_SHAPES = ((), (3,), (0,), (5, 7), (1, 1), (2, 3, 4), (64, 80))
+_MATRICES = ((5, 7), (1, 1), (33, 20), (64, 80))
+_IN_MEMORY = ("LBFGS", "SparseAdam")
+
+Case = tuple[OptimizerInfo, OptimizerInput, str, int]
+
+
+def _name(case: Case) -> str:
+    info, given, overlap, size = case
+    return f"{info.name}-{given.desc}-{overlap}-{size}".replace(" ", "_")
+
+
+def _cases() -> list[Case]:
+    inputs = [
+        (info, given)
+        for info in optim_db
+        for given in _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
+    ]
+    everything = itertools.product(inputs, ("commit", "eager", "off"), _SUBGROUP_SIZES)
+    return selected([(*pair, overlap, size) for pair, overlap, size in everything], _name)
+
+
+def _parameters(info: OptimizerInfo, differentiable: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(shape, generator=generator).requires_grad_()
+        for shape in (_MATRICES if info.name == "Muon" else _SHAPES)
+        if info.name != "Adafactor" or shape != (0,)  # by which torch's divides
+    ]
+    return [leaf.clone() for leaf in leaves] if differentiable else leaves
+
+
+def _train(
+    info: OptimizerInfo, given: OptimizerInput, engine: OffloadEngine | None
+) -> list[Numbers]:
+    """Parameters and states after each of five steps; one parameter has its first gradient late.
+
+    Not with fused kernels, of which torch's own fail then.
+    """
+    late = None if given.kwargs.get("fused") or info.name == "LBFGS" else 1
+    differentiable = bool(given.kwargs.get("differentiable"))
+    parameters = _parameters(info, differentiable)
+    halves = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.03}]
+    one_group = not info.supports_param_groups or info.name == "LBFGS"
+    kwargs = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in given.kwargs.items()}
+    optimizer: Optimizer = info.optim_cls(parameters if one_group else halves, **kwargs)
+    if engine is not None:
+        optimizer = engine.attach(None, optimizer)
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        used = [p for i, p in enumerate(parameters) if step or i != late]
+        if info.only_supports_sparse_grads:
+            for p in used:
+                p.grad = p.detach().cos().to_sparse()
+            return torch.zeros(())
+        loss = sum((p * (step + 1)).sin().sum() for p in used)
+        if differentiable:
+            for p, gradient in zip(used, torch.autograd.grad(loss, used), strict=True):
+                p.grad = gradient.detach()
+        else:
+            loss.backward()
+        return loss.detach()
+
+    history = []
+    for step in range(5):
+        if info.step_requires_closure:
+            optimizer.step(lambda step=step: closure(step))  # type: ignore[misc]
+        else:
+            closure(step)
+            optimizer.step()
+        numbers: Numbers = {}
+        for i, p in enumerate(parameters):
+            for name, value in {"": p, **optimizer.state.get(p, {})}.items():
+                if isinstance(value, torch.Tensor):
+                    numbers[f"{i}.{name}"] = value.detach().clone()
+        history.append(numbers)
+    return history
+
+
+@pytest.mark.parametrize("case", _cases(), ids=_name)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_an_optimizer_is_the_same(case: Case, disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    info, given, overlap, size = case
+    plain = _train(info, given, None)
+    options = {"overlap": overlap, "subgroup_size": size}
+    with OffloadEngine(settings(disk, optimizer=options)) as engine:
+        with caplog.at_level(logging.WARNING):
+            assert_same_history(_train(info, given, engine), plain)
+        in_memory = info.name in _IN_MEMORY or given.kwargs.get("differentiable")
+        warned = [each for each in caplog.records if "stay in memory" in each.getMessage()]
+        assert len(warned) == bool(in_memory)
+        has_states = any(
+            not name.endswith(".") and value.dim() for name, value in plain[-1].items()
+        )
+        assert (moved(engine, "optimizer") > 0) == (has_states and not in_memory)
+
+
+def test_sparse_adam_refuses_dense_gradients_as_it_does_without(disk: Path) -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    with OffloadEngine(settings(disk)) as engine:
+        optimizer = engine.attach(None, torch.optim.SparseAdam([parameter]))
+        parameter.sum().backward()
+        with pytest.raises(RuntimeError, match="does not support dense gradients"):
+            optimizer.step()
