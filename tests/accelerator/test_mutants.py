@@ -160,83 +160,80 @@ SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
 OF_UPDATES = [(wrong_update, "1GiB")]
 
 
-def swapped(first: str, second: str) -> tuple[str, str]:
-    return first + second, second + first
-
-
 def recorded(copies: str, stream: str, options: str = "") -> tuple[str, str]:
     """The end of copies is recorded before them."""
-    event = f"done = torch.Event(self.device{options})\n            done.record({stream})\n"
-    return swapped(f"            for {copies}, non_blocking=True)\n", f"            {event}")
+    copied = f"            for {copies}, non_blocking=True)\n"
+    event = (
+        f"            done = torch.Event(self.device{options})\n            done.record({stream})\n"
+    )
+    return copied + event, event + copied
 
 
-#: Of the copy engine.
-MUTANTS: dict[str, tuple[str, str]] = {
-    "the copy to the host does not wait for the computation": (
-        "outgoing.wait_event(compute.record_event())",
-        "pass",
-    ),
-    "the end of a copy to the host is recorded before it": recorded(
-        "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
-        "outgoing",
-        ", blocking=True",
-    ),
-    "the write to the path does not wait for the copy": ("event.synchronize()", "pass"),
-    "the copy to the device does not wait for the computation": (
-        "incoming.wait_event(compute.record_event())",
-        "pass",
-    ),
-    "the computation does not wait for the copy to the device": (
-        "compute.wait_event(arrival.done)",
-        "pass",
-    ),
-    "the end of a copy to the device is recorded before it": recorded(
-        "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
-        "incoming",
-    ),
-    "a host buffer is free before the copy out of it is over": (
-        "self._loads.append((done, copies, hosts))",
-        "pass",
-    ),
-    "loaded memory belongs to the incoming stream": (
-        "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
-        "        _, incoming = self._copying(compute)\n"
-        "        incoming.wait_event(compute.record_event())\n",
-        "        _, incoming = self._copying(compute)\n"
-        "        with using_stream(incoming):\n            tensors = ["
-        "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
-    ),
-    "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
-    "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
-    "copies to the host run on the compute stream, with no order to what follows": (
-        "with using_stream(outgoing):",
-        "with using_stream(_):",
-    ),
-}
-FREED_EARLY = ("self._owner.wait_event(end)", "pass")
-#: Of the windows in which memory is referenced until its stream waits for what uses it.
-WINDOW_MUTANTS: dict[str, tuple[str, str]] = {
-    "memory is freed without a wait for its copy": FREED_EARLY,
-    "the wait is for the first copy of those released": (
-        "            end, nbytes, held = self._uses.popleft()\n",
-        "            first, nbytes, held = self._uses.popleft()\n            end = end or first\n",
-    ),
-    "nothing is released while the device is behind": (
-        "while self._uses and self.nbytes > at_most:",
-        "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
-    ),
-}
-#: Of the stream on which updates run; the second one of the window of its gradients.
-UPDATE_MUTANTS: dict[str, tuple[str, str]] = {
-    "an update does not wait for what produced the gradients": (
-        "stream.wait_stream(producer)",
-        "pass",
-    ),
-    "a gradient is dropped without a wait for its update": FREED_EARLY,
-    "the end of backward does not join the updates": (
-        "torch.autograd.Variable._execution_engine.queue_callback(self.join)",
-        "pass",
-    ),
+#: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
+MUTANTS: dict[ModuleType, dict[str, str | tuple[str, str]]] = {
+    copy_engine: {
+        "the copy to the host does not wait for the computation": (
+            "outgoing.wait_event(compute.record_event())"
+        ),
+        "the end of a copy to the host is recorded before it": recorded(
+            "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
+            "outgoing",
+            ", blocking=True",
+        ),
+        "the write to the path does not wait for the copy": "event.synchronize()",
+        "the copy to the device does not wait for the computation": (
+            "incoming.wait_event(compute.record_event())"
+        ),
+        "the computation does not wait for the copy to the device": (
+            "compute.wait_event(arrival.done)"
+        ),
+        "the end of a copy to the device is recorded before it": recorded(
+            "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
+            "incoming",
+        ),
+        "a host buffer is free before the copy out of it is over": (
+            "self._loads.append((done, copies, hosts))"
+        ),
+        "loaded memory belongs to the incoming stream": (
+            "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) "
+            "for n in sizes]\n"
+            "        _, incoming = self._copying(compute)\n"
+            "        incoming.wait_event(compute.record_event())\n",
+            "        _, incoming = self._copying(compute)\n"
+            "        with using_stream(incoming):\n            tensors = ["
+            "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
+        ),
+        "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
+        "what backward has used stays in the window": (
+            "entry.state is TicketState.FREED",
+            "False",
+        ),
+        "copies to the host run on the compute stream, with no order to what follows": (
+            "with using_stream(outgoing):",
+            "with using_stream(_):",
+        ),
+    },
+    # The windows in which memory is referenced until its stream waits for what uses it.
+    accelerator: {
+        "memory is freed without a wait for its copy": "self._owner.wait_event(end)",
+        "the wait is for the first copy of those released": (
+            "            end, nbytes, held = self._uses.popleft()\n",
+            "            first, nbytes, held = self._uses.popleft()\n"
+            "            end = end or first\n",
+        ),
+        "nothing is released while the device is behind": (
+            "while self._uses and self.nbytes > at_most:",
+            "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
+        ),
+        "a gradient is dropped without a wait for its update": "self._owner.wait_event(end)",
+    },
+    # The stream on which updates run.
+    update_stream: {
+        "an update does not wait for what produced the gradients": "stream.wait_stream(producer)",
+        "the end of backward does not join the updates": (
+            "torch.autograd.Variable._execution_engine.queue_callback(self.join)"
+        ),
+    },
 }
 
 
@@ -249,11 +246,17 @@ def mutated(original: ModuleType, old: str, new: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *WINDOW_MUTANTS, *UPDATE_MUTANTS])
-def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
-    change = {**MUTANTS, **WINDOW_MUTANTS, **UPDATE_MUTANTS}[name]
-    if name in MUTANTS:
-        module = mutated(copy_engine, *change)
+@pytest.mark.parametrize(
+    ("original", "name"),
+    [(original, name) for original, names in MUTANTS.items() for name in names],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_deliberate_bug_is_found(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, original: ModuleType, name: str
+) -> None:
+    change = MUTANTS[original][name]
+    module = mutated(original, *((change, "pass") if isinstance(change, str) else change))
+    if original is copy_engine:
         close = module.CopyEngine.close
 
         def close_when_idle(engine: Any) -> None:
@@ -263,17 +266,16 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
 
         monkeypatch.setattr(module.CopyEngine, "close", close_when_idle)
         monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
-    elif name in WINDOW_MUTANTS or change is FREED_EARLY:
-        module = mutated(accelerator, *change)
+    elif original is accelerator:
         for method in ("release", "release_unused"):
             monkeypatch.setattr(ReleaseWindow, method, getattr(module.ReleaseWindow, method))
     else:
-        module = mutated(update_stream, *change)
         monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
-    if name in UPDATE_MUTANTS and change is FREED_EARLY:
+    of_updates = original is update_stream or "update" in name
+    if of_updates:
         monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
     for seed in range(SEEDS):
-        for scenario, host in OF_UPDATES if name in UPDATE_MUTANTS else SCENARIOS:
+        for scenario, host in OF_UPDATES if of_updates else SCENARIOS:
             try:
                 if scenario(disk, host, seed):
                     return

@@ -1,19 +1,19 @@
 """torch's own samples of operators and modules, and its optimizers with every option.
 
-Operators and modules run under activation offload: as they are, and on large inputs and a slow
-path, whose writes begin late and whose reads end late.
+Operators and modules run under activation offload on a slow path, whose writes begin late and whose
+reads end late.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.testing._internal.common_methods_invocations import op_db
@@ -26,11 +26,11 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from offload_strategy import OffloadEngine
-from tests.conformance.saved_tensors import Call, Comparison, engine, enlarged, fits, slow_engine
+from tests.conformance.saved_tensors import Call, Comparison, engine
 from tests.conformance.selection import selected
 from tests.training import Numbers, assert_same_history, moved, settings
 
-__all__ = ["engine", "slow_engine"]
+__all__ = ["engine"]
 
 
 # ---------------------------------------------------------------------- operators
@@ -40,8 +40,6 @@ OPERATORS = {
     # The solutions of plain PyTorch's `lstsq` differ from call to call.
     if op.supports_autograd and not op.full_name.startswith("linalg.lstsq")
 }
-#: They make a tensor of every row, or of a few.
-OF_ROWS = {"unbind", "unbind_copy", "nn.functional.linear_cross_entropy.chunked"}
 
 
 def dtypes(op: Any) -> list[torch.dtype]:
@@ -73,75 +71,40 @@ def test_every_sample_of_an_operator_is_the_same(name: str, engine: OffloadEngin
     assert comparison.different == []
 
 
-@pytest.mark.parametrize("name", selected(sorted(OPERATORS.keys() - OF_ROWS)))
-def test_an_operator_on_large_inputs_is_the_same(name: str, slow_engine: OffloadEngine) -> None:
-    op, comparison = OPERATORS[name], Comparison(slow_engine)
-    for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=True)):
-        large = enlarged((sample.input, *sample.args), sample.kwargs)
-        if large is not None and fits(op, *large):
-            add_operator(comparison, f"sample {number}", op, *large, twice=False)
-        if comparison.compared >= 4:
-            break
-    assert comparison.different == []
-
-
 # ---------------------------------------------------------------------- modules
 MODULES = {info.name: info for info in module_db}
 
 
-def each_module(name: str, dtype: torch.dtype, call: Callable[[str, Any, Any], None]) -> None:
-    """Call with every sample of a module: what it is named, the module, and its inputs."""
-    info = MODULES[name]
-    samples = info.module_inputs_func(
-        info, device="cpu", dtype=dtype, requires_grad=True, training=True
-    )
-    for number, sample in enumerate(samples):
-        made, given = sample.constructor_input, sample.forward_input
-        if given is None:
-            continue
-        torch.manual_seed(0)
-        module = info.module_cls(*made.args, **made.kwargs).to(dtype).train()
-        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            with torch.no_grad():
-                module(*given.args, **given.kwargs)
-        call(f"{dtype}, sample {number}", module, (given.args, given.kwargs))
+@pytest.mark.parametrize("name", selected(MODULES))
+def test_every_sample_of_a_module_is_the_same(name: str, engine: OffloadEngine) -> None:
+    info, comparison = MODULES[name], Comparison(engine)
+    for dtype in (torch.float32, torch.float64):
+        samples = info.module_inputs_func(
+            info, device="cpu", dtype=dtype, requires_grad=True, training=True
+        )
+        for number, sample in enumerate(samples):
+            if sample.forward_input is not None:
+                add_module(comparison, f"{dtype}, sample {number}", info.module_cls, sample, dtype)
+    assert comparison.different == []
 
 
-def add_module(comparison: Comparison, label: str, module: Any, inputs: Any) -> None:
-    """Compare a call of a module."""
-    args, kwargs = inputs
+def add_module(
+    comparison: Comparison, label: str, kind: type[nn.Module], sample: Any, dtype: torch.dtype
+) -> None:
+    """Compare a call of a module that is made for it."""
+    made, given = sample.constructor_input, sample.forward_input
+    torch.manual_seed(0)
+    module = kind(*made.args, **made.kwargs).to(dtype).train()
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        with torch.no_grad():
+            module(*given.args, **given.kwargs)
     before = {key: value.clone() for key, value in module.state_dict().items()}
 
     def call() -> Any:
         module.load_state_dict(before)  # running statistics
-        return module(*args, **kwargs)
+        return module(*given.args, **given.kwargs)
 
-    comparison.add(label, Call(call, (inputs, list(module.parameters()))))
-
-
-@pytest.mark.parametrize("name", selected(MODULES))
-def test_every_sample_of_a_module_is_the_same(name: str, engine: OffloadEngine) -> None:
-    comparison = Comparison(engine)
-    for dtype in (torch.float32, torch.float64):
-        each_module(name, dtype, lambda *sample: add_module(comparison, *sample))
-    assert comparison.different == []
-
-
-@pytest.mark.parametrize("name", selected(MODULES))
-def test_a_module_on_large_inputs_is_the_same(name: str, slow_engine: OffloadEngine) -> None:
-    comparison = Comparison(slow_engine)
-
-    def add_large(label: str, module: Any, inputs: Any) -> None:
-        # Recurrent modules would take long for long sequences: their batch is large.
-        recurrent = isinstance(module, torch.nn.RNNBase)
-        if recurrent and inputs[0][0].ndim < 3:
-            return
-        large = enlarged(*inputs, dim=int(recurrent and not module.batch_first))
-        if large is not None and comparison.compared < 6 and (recurrent or fits(module, *large)):
-            add_module(comparison, label, module, large)
-
-    each_module(name, torch.float32, add_large)
-    assert comparison.different == []
+    comparison.add(label, Call(call, (given.args, given.kwargs, list(module.parameters()))))
 
 
 # ---------------------------------------------------------------------- optimizers
