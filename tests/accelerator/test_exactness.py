@@ -20,7 +20,6 @@ from tests.accelerator.support import (
     DEVICE,
     TIERS,
     Transformer,
-    batch,
     loss_of,
     make,
     needs_accelerator,
@@ -28,13 +27,13 @@ from tests.accelerator.support import (
     stir,
     train,
 )
+from tests.optimizer.runs import snapshot
 from tests.training import (
     Numbers,
     assert_same_bits,
     assert_same_history,
     attached,
     backward_history,
-    gradients,
     in_turn,
     left_bytes,
     on_disk,
@@ -47,10 +46,6 @@ pytestmark = needs_accelerator
 
 
 # ---------------------------------------------------------------------- activations
-def activations(disk: Path, host: str | None = None, **memory: Any) -> dict[str, Any]:
-    return settings(disk, host, optimizer={"enabled": False}, memory=memory)
-
-
 def passes(
     engine: OffloadEngine | None,
     wait: bool = True,
@@ -96,7 +91,7 @@ def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -
     tiers, precision = case
     scope = SCOPES[precision]
     assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
-    config = activations(disk, **TIERS[tiers])
+    config = settings(disk, **TIERS[tiers], optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
     if tiers == "disk":
         assert left_bytes(figures) > 1 * MiB
@@ -120,24 +115,8 @@ def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -
 def test_gradients_are_the_same_with(
     disk: Path, memory: dict[str, str], options: dict[str, Any]
 ) -> None:
-    same_with_and_without(lambda engine: passes(engine, **options), activations(disk, **memory))
-
-
-def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make(engine=engine, dropout=False)
-        first, second = loss_of(model, 1), loss_of(model, 2)
-        second.backward(retain_graph=True)
-        first.backward()
-        second.backward()
-        once = gradients(model)
-        model.zero_grad()
-        x = batch(3).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-        slope.pow(2).sum().backward()
-        return [once, gradients(model)]
-
-    same_with_and_without(run, activations(disk))
+    config = settings(disk, optimizer={"enabled": False}, memory=memory)
+    same_with_and_without(lambda engine: passes(engine, **options), config)
 
 
 # ---------------------------------------------------------------------- optimizer
@@ -156,16 +135,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, 1e-2),
 }
 fused = OPTIMIZERS["AdamW fused"]
-
-
-def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
-    numbers: Numbers = {}
-    for name, parameter in model.named_parameters():
-        numbers[name] = parameter.detach().clone()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                numbers[f"{name}.{key}"] = value.clone()
-    return numbers
 
 
 def steps(
@@ -210,6 +179,10 @@ def steps(
     return numbers
 
 
+def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
+    return snapshot(model, optimizer, gradients=False)
+
+
 def both(disk: Path, overlap: str = "commit", host: str | None = None) -> dict[str, Any]:
     options = {"overlap": overlap, "subgroup_size": 20_000}
     return settings(disk, host, optimizer=options, memory={"pinned": "256MiB"})
@@ -219,7 +192,7 @@ def clip(model: nn.Module, norm: float) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
-def scale_data(model: nn.Module, step: int, factor: float) -> None:
+def scale(model: nn.Module, step: int, factor: float) -> None:
     for parameter in model.parameters():
         if step % 3 == 1 and parameter.grad is not None:
             parameter.grad.data.mul_(factor)
@@ -229,8 +202,8 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
     "clipping always": lambda m, step: clip(m, 1e-3),
     "clipping never": lambda m, step: clip(m, 1e9),
     "clipping sometimes": lambda m, step: clip(m, 1e-3 if step == 3 else 1e9),
-    "a change that no version counter sees": lambda m, step: scale_data(m, step, 0.5),
-    "a change of all signs": lambda m, step: scale_data(m, step, -1.0),
+    "a change that no version counter sees": lambda m, step: scale(m, step, 0.5),
+    "a change of all signs": lambda m, step: scale(m, step, -1.0),
 }
 
 
@@ -239,13 +212,12 @@ LOOPS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
     **{name: {"edit": edit} for name, edit in EDITS.items()},
     **{
-        f"{name}, GradScaler, {how}": {
+        f"{name}, GradScaler, {edit or 'no clipping'}": {
             "optimizer_of": OPTIMIZERS[name],
             "scaled": True,
-            "edit": edit,
+            "edit": EDITS.get(edit),
         }
-        for name in ("AdamW", "AdamW fused")
-        for how, edit in (("no clipping", None), ("clipping", EDITS["clipping always"]))
+        for name, edit in product(("AdamW", "AdamW fused"), ("", "clipping always"))
     },
     "accumulation": {"micro_batches": 3},
     "accumulation with hints": {"micro_batches": 3, "hints": True},

@@ -101,14 +101,11 @@ def test_a_trace_says_who_waits_and_what_overlaps(tmp_path: Path) -> None:
     def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> Any:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 
+    calls = [("cudaEventSynchronize", 1), ("cudaMemcpyAsync", 1), ("cudaMemcpy", 1)]
+    calls += [("cudaEventSynchronize", 7), ("cudaHostRegister", 7), ("cudaMalloc", 1)]
     events = [
-        event("cpu_op", "aten::mm", 0, 1),
-        event("cuda_runtime", "cudaEventSynchronize", 5, 9),
-        event("cuda_runtime", "cudaEventSynchronize", 5, 9, tid=7),  # a thread that moves bytes
-        event("cuda_runtime", "cudaMemcpyAsync", 1, 1),
-        event("cuda_runtime", "cudaMemcpy", 1, 1),
-        event("cuda_runtime", "cudaHostRegister", 2, 1, tid=7),
-        event("cuda_runtime", "cudaMalloc", 2, 1),
+        event("cpu_op", "aten::mm", 0, 1),  # no thread that moves bytes, as 7 does
+        *(event("cuda_runtime", name, 5, 9, tid=tid) for name, tid in calls),
         event("kernel", "gemm", 0, 100),
         event("kernel", "gemm", 50, 100),
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 100, 100, bytes=64),

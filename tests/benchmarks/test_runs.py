@@ -1,4 +1,4 @@
-"""Runs of benchmarks: their page is made from figures alone, and what dies or leaks is told."""
+"""Runs of benchmarks: their page is made from figures alone, and what fails or leaks is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,6 @@ from typing import Any
 import pytest
 
 from benchmarks.allocators import Allocator
-from benchmarks.io.results import Context
-from benchmarks.optimizer import session
-from benchmarks.optimizer.contenders import DEEPSPEED, PLAIN
-from benchmarks.optimizer.tasks import TINY, RandomTokens
 from benchmarks.parameters.job import Job
 from benchmarks.parameters.largest import Bounds, Trained, doubling
 from benchmarks.parameters.running import run as run_job
@@ -79,45 +74,7 @@ def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
     assert "Not run here" in page.read_text()
 
 
-# ---------------------------------------------------------------------- contenders
-class _Probe:
-    def measure(self, disk: session.Disk) -> None:
-        disk.reads.append(1.0)
-        disk.writes.append(1.0)
-
-
-class _Subject:
-    def __init__(self, lives: int) -> None:
-        self.lives = lives
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.lives -= 1
-        if self.lives < 0:
-            raise RuntimeError("ended with status -9")
-        step = {"seconds": 1.0, "peak_bytes": 5, "anonymous_bytes": 4, "loss": "0x1p0"}
-        return {"steps": [{**step, "norm": None}] * request["steps"]}
-
-
-def test_one_of_ours_that_dies_ends_the_session_and_a_peer_that_dies_does_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def run(lives: dict[str, int]) -> session.Outcome:
-        monkeypatch.setattr(
-            session, "start", lambda stack, name, *_, **__: (_Subject(lives[name]), 7)
-        )
-        contenders = {name: {"contender": name} for name in lives}
-        context = Context(tmp_path, 3, True, lambda text: None)
-        return session.run(contenders, RandomTokens(TINY), context)
-
-    monkeypatch.setattr(session, "_Probe", lambda directory: nullcontext(_Probe()))
-    outcome = run({PLAIN: 9, DEEPSPEED: 2})
-    assert list(outcome.rows) == [PLAIN]
-    assert len(outcome.rows[PLAIN].steps) == 3
-    assert outcome.skipped == {DEEPSPEED: "ended with status -9"}
-    with pytest.raises(RuntimeError, match="status -9"):
-        run({PLAIN: 2, DEEPSPEED: 9})
-
-
+# ---------------------------------------------------------------------- allocators
 #: Frees and asks again for 16 MiB ten times; prints pages that the kernel had to give for it.
 TEN_TIMES = """
 import resource, sys
