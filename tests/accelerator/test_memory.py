@@ -38,12 +38,8 @@ from tests.paced import PacedBackend
 from tests.training import (
     Numbers,
     activations_only,
-    assert_same_bits,
     assert_same_history,
     attached,
-    gradients,
-    moved,
-    on_disk,
     same_with_and_without,
     settings,
     weights,
@@ -155,22 +151,6 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
         optimizer = engine.attach(model, AdamW(model.parameters(), lr=1e-3))
         assert losses_of(model, optimizer) == expected
         assert device_module.max_memory_allocated() - used < 0.75 * nbytes
-
-
-def test_a_tensor_larger_than_the_pinned_memory_passes(disk: Path) -> None:
-    config = settings(disk, optimizer={"enabled": False}, memory={"pinned": "1MiB"})
-    weight = nn.Linear(512, 512, bias=False).to(DEVICE)
-    x = torch.randn(8192, 512, device=DEVICE)
-    weight(x).pow(2).sum().backward()
-    expected = gradients(weight)
-    weight.zero_grad()
-    with OffloadEngine(config) as engine:
-        engine.attach(weight)
-        loss = weight(x).pow(2).sum()
-        on_disk(engine)
-        loss.backward()
-        assert_same_bits(gradients(weight), expected)
-        assert moved(engine) == x.nbytes
 
 
 # ---------------------------------------------------------------------- what is given back
