@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 # Before CUDA is initialised: else cuBLAS may choose another algorithm from run to run.
@@ -80,19 +81,16 @@ def memory_beyond(nbytes: int) -> Iterator[None]:
     """Allow so many bytes more than are in use."""
     in_use = idle_memory()
     if DEVICE == "sim":
-        device_module.set_memory_limit(0, in_use + nbytes)
-        try:
-            yield
-        finally:
-            device_module.set_memory_limit(0, -1)
-        return
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    share = (torch.cuda.memory_reserved() + nbytes) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+        limit, most, all_of_it = partial(device_module.set_memory_limit, 0), in_use + nbytes, -1
+    else:
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        share = (torch.cuda.memory_reserved() + nbytes) / total
+        limit, most, all_of_it = torch.cuda.set_per_process_memory_fraction, min(1.0, share), 1.0
+    limit(most)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        limit(all_of_it)
 
 
 @contextmanager

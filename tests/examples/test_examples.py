@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from offload_strategy.engine.run_report import RunReport
-from offload_strategy.examples.corpus import Windows, read_corpus
+from offload_strategy.examples.corpus import read_corpus
 from offload_strategy.examples.gpt import GPT, GPTConfig
 from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
@@ -181,15 +181,6 @@ def test_a_python_without_sources_is_refused_with_the_folder(
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         read_corpus("train")
-
-
-def test_windows_depend_on_the_seed_alone_and_targets_are_one_byte_later() -> None:
-    text = torch.arange(200, dtype=torch.uint8)
-    windows = Windows(text, context=8, count=5, seed=1)
-    tokens, targets = windows[3]
-    assert torch.equal(targets, tokens + 1)
-    assert torch.equal(tokens, Windows(text, context=8, count=5, seed=1)[3][0])
-    assert not torch.equal(windows.starts, Windows(text, context=8, count=5, seed=2).starts)
 
 
 def test_the_model_sees_no_byte_that_is_yet_to_come_and_repeats_what_it_writes() -> None:
