@@ -229,7 +229,8 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize(("trouble", "overlap"), product(TROUBLES, ["commit", "off"]))
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_training_goes_on_after(disk: Path, trouble: str, overlap: str) -> None:
     """Three steps, one with trouble where there is an engine, which is left out, and three more."""
 
