@@ -37,16 +37,6 @@ def test_no_two_files_have_the_same_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_only_the_store_tells_kinds_of_tiers_apart() -> None:
-    probe = re.compile(r"isinstance\([^()]*\b(HostTier|PathTier)\b")
-    outside = [
-        str(file.relative_to(ROOT))
-        for file in source_files()
-        if "store" not in file.relative_to(PACKAGE).parts and probe.search(file.read_text())
-    ]
-    assert outside == []
-
-
 def test_nothing_that_others_may_have_written_can_run_code() -> None:
     """Pickles, and YAML that makes objects; consolidation reads what torch's own code unpickles."""
     unsafe = re.compile(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,24 +37,6 @@ def test_the_page_in_the_repository_is_that_of_its_figures() -> None:
         copy.unlink(missing_ok=True)
 
 
-class _Program:
-    """One that ends with status 3 and writes nothing, after it was ended if it is slow."""
-
-    slow = False
-    ended = 0
-
-    def __init__(self, command: list[str], **_: Any) -> None:
-        assert "--json" in command
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.slow and timeout is not None:
-            raise subprocess.TimeoutExpired("slow", timeout)
-        return 3
-
-    def terminate(self) -> None:
-        _Program.ended += 1
-
-
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
     slow: bool,
@@ -62,14 +44,20 @@ def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(_Program, "slow", slow)
-    monkeypatch.setattr(_Program, "ended", 0)
-    monkeypatch.setattr(subprocess, "Popen", _Program)
+    def wait(timeout: float | None = None) -> int:
+        if slow and timeout is not None:
+            raise subprocess.TimeoutExpired("slow", timeout)
+        return 3
+
+    program = Mock(wait=wait)
+    start = Mock(return_value=program)
+    monkeypatch.setattr(subprocess, "Popen", start)
     page = tmp_path / "page.md"
     words = ["--only", "io", "--quick", "--figures", str(tmp_path), "--out", str(page)]
     monkeypatch.setattr(sys, "argv", ["suite", *words])
     assert suite.main() == 1
-    assert _Program.ended == slow
+    assert "--json" in start.call_args.args[0]
+    assert program.terminate.call_count == slow
     assert ("io: ended after 2 minutes" in capsys.readouterr().err) is slow
     assert "Not run here" in page.read_text()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -296,11 +297,9 @@ def against_plain(rank: int, directory: Path) -> None:
 
 
 # ---------------------------------------------------------------------- other numbers of ranks
-@contextlib.contextmanager
-def maybe_offloading(directory: Path, offload: bool) -> Iterator[OffloadEngine | None]:
+def maybe_offloading(directory: Path, offload: bool) -> AbstractContextManager[Any]:
     """An engine, if anything is to be offloaded."""
-    with contextlib.ExitStack() as stack:
-        yield stack.enter_context(OffloadEngine(config(directory, "commit"))) if offload else None
+    return OffloadEngine(config(directory, "commit")) if offload else contextlib.nullcontext()
 
 
 def save_half(rank: int, directory: Path) -> None:

@@ -51,14 +51,6 @@ class Block:
     text: str
 
 
-@dataclass(frozen=True)
-class Typed:
-    """A command, and the lines that the page shows of its output."""
-
-    command: str
-    shown: list[str]
-
-
 def blocks_of(page: Path) -> Iterator[Block]:
     """Yield the blocks of a page, also those inside of tabs and notes."""
     text = page.read_text(encoding="utf-8")
@@ -69,8 +61,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, code)
 
 
-def typed_in(block: Block) -> Iterator[Typed]:
-    """Yield the commands of a block of `console`, with the output that the page shows."""
+def typed_in(block: Block) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of a block of `console`, with the lines of output that the page shows."""
     lines = block.text.splitlines()
     while lines:
         first = lines.pop(0)
@@ -81,7 +73,7 @@ def typed_in(block: Block) -> Iterator[Typed]:
         shown = []
         while lines and not lines[0].startswith("$ "):
             shown.append(lines.pop(0))
-        yield Typed(command, shown)
+        yield command, shown
 
 
 def without_figures(line: str) -> str:
@@ -124,10 +116,10 @@ class Reader:
     def follow(self, block: Block) -> None:
         """Save a file or type commands; complain if a command fails or prints something else."""
         if block.language == "console":
-            for typed in typed_in(block):
-                status, printed = self._type(typed.command)
-                assert status == 0, f"{block.place}: $ {typed.command}\n{printed}"
-                absent = missing(typed.shown, self._as_on_the_page(printed))
+            for command, shown in typed_in(block):
+                status, printed = self._type(command)
+                assert status == 0, f"{block.place}: $ {command}\n{printed}"
+                absent = missing(shown, printed.replace(f"{self.disk}/", "/mnt/"))
                 assert not absent, f"{block.place}: {absent} is not in\n{printed}"
         else:
             assert block.language in {"python", "yaml"}, f"{block.place}: {block.language}"
@@ -145,9 +137,6 @@ class Reader:
 
     def _as_here(self, text: str) -> str:
         return text.replace("/mnt/", f"{self.disk}/")
-
-    def _as_on_the_page(self, text: str) -> str:
-        return text.replace(f"{self.disk}/", "/mnt/")
 
     def _type(self, command: str) -> tuple[int, str]:
         self._commands.append(command)
@@ -177,19 +166,12 @@ class Reader:
                 process.kill()
                 process.join()
             return process.exitcode or 0, output.read_text(encoding="utf-8", errors="replace")
-        done = subprocess.run(
-            words,
-            cwd=self.home,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-        return done.returncode, done.stdout
+        with open(output, "wb") as file:
+            done = subprocess.run(
+                words, cwd=self.home, env=os.environ | environment, timeout=_TIMEOUT_SECONDS,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return done.returncode, output.read_text(encoding="utf-8", errors="replace")
 
 
 def _run(words: Sequence[str], environment: dict[str, str], home: Path, output: Path) -> None:
