@@ -1,4 +1,4 @@
-"""What tests of accelerators share: a small transformer, its data, and repeatable kernels."""
+"""What tests of accelerators share: a small transformer, its data, and memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 # Before CUDA is initialised: else cuBLAS may choose another algorithm from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
@@ -24,10 +22,6 @@ from tests.training import Block, Numbers
 
 DEVICE = os.environ["TEST_ACCELERATOR"]
 """Type of the device under test: "cuda", or "sim", which is simulated; see tests/conftest.py."""
-
-needs_accelerator = pytest.mark.skipif(
-    DEVICE == "none", reason="needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim"
-)
 
 device_module: Any = None if DEVICE == "none" else torch.get_device_module(DEVICE)
 WIDTH = 64
@@ -41,18 +35,6 @@ TIERS: dict[str, dict[str, Any]] = {
     "some host memory": {"host": "1MiB"},
     "host memory": {"host": "1GiB"},
 }
-
-
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Two plain runs must be the same before an offloaded one can be."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(before)
-    torch.accelerator.synchronize()  # an error of the device that nobody saw shows here
-    device_module.empty_cache()
 
 
 def new_stream(priority: int = 0) -> torch.Stream:

@@ -22,7 +22,6 @@ from tests.accelerator.support import (
     Transformer,
     loss_of,
     make,
-    needs_accelerator,
     sleep,
     stir,
     train,
@@ -41,8 +40,6 @@ from tests.training import (
     settings,
     weights,
 )
-
-pytestmark = needs_accelerator
 
 
 # ---------------------------------------------------------------------- activations

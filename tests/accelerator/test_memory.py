@@ -29,7 +29,6 @@ from tests.accelerator.support import (
     loss_of,
     make,
     memory_beyond,
-    needs_accelerator,
     peaks,
     sleep,
     train,
@@ -44,8 +43,6 @@ from tests.training import (
     settings,
     weights,
 )
-
-pytestmark = needs_accelerator
 
 
 def config_of(disk: Path, **sections: Any) -> dict[str, Any]:
@@ -381,7 +378,7 @@ def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(
     config = settings(disk)
     config["tiers"][0]["capacity"] = "1GiB"
     with OffloadEngine(config) as engine:
-        net = make(*SIZE)
+        net = make(64, 4)
         optimizer = engine.attach(net, AdamW(net.parameters()))
         train(net, optimizer, range(steps), **BATCH)
         torch.accelerator.synchronize()

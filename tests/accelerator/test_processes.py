@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.accelerator.support import DEVICE, needs_accelerator
+from tests.accelerator.support import DEVICE
 from tests.distributed.ranks import run_ranks
 
-pytestmark = [
-    needs_accelerator,
-    pytest.mark.skipif(
-        DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two devices"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two devices"
+)
 
 
 @pytest.mark.parametrize(("sharded", "streamed"), [(False, False), (True, False), (True, True)])

@@ -26,7 +26,6 @@ from tests.accelerator.support import (
     batch,
     delays,
     make,
-    needs_accelerator,
     new_stream,
     sleep,
 )
@@ -38,8 +37,6 @@ from tests.training import (
     settings,
     weights,
 )
-
-pytestmark = needs_accelerator
 
 SMALL = {"rows": 2, "length": 16}
 SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
