@@ -103,16 +103,9 @@ def restarted(rank: int, directory: Path, tier: str) -> None:
     # listened (torch 2.13, with or without offload).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launched = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id="here",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="fork",
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, monitor_interval=0.1,
+        run_id="here", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+    )  # fmt: skip
     elastic_launch(launched, train_and_compare)(Path(tier), directory)
 
 

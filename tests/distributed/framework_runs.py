@@ -317,17 +317,10 @@ def lightning_fit(
     pl.seed_everything(5, verbose=False)
     module = type("Module", (behaviour, pl.LightningModule), {})()
     trainer = pl.Trainer(
-        strategy=strategy,
-        devices=2,
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=3,
-        logger=False,
+        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, accumulate_grad_batches=3,
         callbacks=[pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
     trainer.fit(module, ckpt_path=None if resumed is None else place / resumed / "epoch=0.ckpt")
     engine = getattr(trainer.strategy, "offload_engine", None)
     states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))
