@@ -30,12 +30,6 @@ WIDTH = 64
 SIZE = (256, 12) if DEVICE == "cuda" else (64, 12)
 BATCH = {"rows": 16, "length": 256} if DEVICE == "cuda" else {"rows": 16, "length": 128}
 
-TIERS: dict[str, dict[str, Any]] = {
-    "disk": {},
-    "some host memory": {"host": "1MiB"},
-    "host memory": {"host": "1GiB"},
-}
-
 
 def new_stream(priority: int = 0) -> torch.Stream:
     device = torch.device(DEVICE, torch.accelerator.current_device_index())

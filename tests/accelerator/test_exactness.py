@@ -18,7 +18,6 @@ from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
     DEVICE,
-    TIERS,
     Transformer,
     loss_of,
     make,
@@ -40,6 +39,9 @@ from tests.training import (
     settings,
     weights,
 )
+
+#: Capacities of host memory before the disk: none, some, and enough for everything.
+HOSTS = [None, "1MiB", "1GiB"]
 
 
 # ---------------------------------------------------------------------- activations
@@ -83,16 +85,16 @@ SCOPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("case", "wait"), in_turn(product(TIERS, SCOPES), [False, True]), ids=str)
-def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -> None:
-    tiers, precision = case
+@pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
+def test_gradients_are_the_same(disk: Path, case: tuple[str | None, str], wait: bool) -> None:
+    host, precision = case
     scope = SCOPES[precision]
     assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
-    config = settings(disk, **TIERS[tiers], optimizer={"enabled": False})
+    config = settings(disk, host, optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
-    if tiers == "disk":
+    if host is None:
         assert left_bytes(figures) > 1 * MiB
-    if tiers == "host memory":
+    if host == "1GiB":
         assert figures["offload/activations/written_bytes"] == 0
     torch.accelerator.synchronize()
 
@@ -222,12 +224,12 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize(("loop", "tiers", "wait"), in_turn(LOOPS, TIERS, [False, True]))
+@pytest.mark.parametrize(("loop", "host", "wait"), in_turn(LOOPS, HOSTS, [False, True]))
 def test_parameters_and_states_are_the_same(
-    disk: Path, loop: str, tiers: str, wait: bool, overlap: str
+    disk: Path, loop: str, host: str | None, wait: bool, overlap: str
 ) -> None:
     """With `wait`, `step()` begins when all is on the disk."""
-    config = both(disk, overlap, **TIERS[tiers])
+    config = both(disk, overlap, host)
     figures = same_with_and_without(lambda engine: steps(engine, wait=wait, **LOOPS[loop]), config)
     left = figures["offload/optimizer/written_bytes"]
     assert left + figures.get("offload/tier/host/used_bytes", 0) > 0 or loop == "SGD"
@@ -289,9 +291,7 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
 
 
 # ---------------------------------------------------------------------- streamed weights
-def streaming(disk: Path, host: str | None = None, overlap: str = "eager") -> dict[str, Any]:
-    parameters = {"enabled": True, "min_size": 1}
-    return settings(disk, host, parameters=parameters, optimizer={"overlap": overlap})
+STREAMED = {"enabled": True, "min_size": 1}
 
 
 def streamed(engine: OffloadEngine | None, building: bool = False, **options: Any) -> list[Numbers]:
@@ -306,25 +306,23 @@ def streamed(engine: OffloadEngine | None, building: bool = False, **options: An
 
 
 @pytest.mark.parametrize(
-    ("tiers", "overlap", "recompute", "building"),
+    ("host", "overlap", "recompute", "building"),
     [
-        *in_turn(TIERS, ["commit", "eager", "off"], [True, False], [False]),
-        *in_turn(TIERS, ["eager", "off", "commit"], [False, True], [True, False]),
+        *in_turn(HOSTS, ["commit", "eager", "off"], [True, False], [False]),
+        *in_turn(HOSTS, ["eager", "off", "commit"], [False, True], [True, False]),
     ],
 )
 def test_streamed_weights_are_the_same(
-    disk: Path, tiers: str, overlap: str, recompute: bool, building: bool
+    disk: Path, host: str | None, overlap: str, recompute: bool, building: bool
 ) -> None:
-    same_with_and_without(
-        lambda engine: streamed(engine, building, recompute=recompute),
-        streaming(disk, overlap=overlap, **TIERS[tiers]),
-    )
+    config = settings(disk, host, parameters=STREAMED, optimizer={"overlap": overlap})
+    same_with_and_without(lambda engine: streamed(engine, building, recompute=recompute), config)
 
 
 def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    with OffloadEngine(streaming(disk)) as engine:
+    with OffloadEngine(settings(disk, parameters=STREAMED)) as engine:
         engine.attach(model, device=torch.device(DEVICE))
         assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
         model(torch.ones(2, 64, device=DEVICE)).sum().backward()
