@@ -48,15 +48,10 @@ def engine_of(
 ) -> OffloadEngine:
     folder = directory / f"disk-{dist.get_rank()}"
     folder.mkdir()
-    return OffloadEngine(
-        settings(
-            folder,
-            host,
-            optimizer={"overlap": overlap, "subgroup_size": 5000},
-            memory={"pinned": "8MiB"},
-            parameters={"enabled": streamed, "min_size": "1KiB"},
-        )
-    )
+    optimizer = {"overlap": overlap, "subgroup_size": 5000}
+    memory, parameters = {"pinned": "8MiB"}, {"enabled": streamed, "min_size": "1KiB"}
+    sections = {"optimizer": optimizer, "memory": memory, "parameters": parameters}
+    return OffloadEngine(settings(folder, host, **sections))
 
 
 def train(
