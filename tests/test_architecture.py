@@ -63,3 +63,19 @@ def test_the_contributors_table_names_files_that_exist() -> None:
         place for place in places if not (PACKAGE / place).exists() and not (ROOT / place).exists()
     ]
     assert missing == []
+
+
+def test_only_the_store_tells_kinds_of_tiers_apart() -> None:
+    probe = re.compile(r"isinstance\([^()]*\b(HostTier|PathTier)\b")
+    outside = [
+        str(file.relative_to(ROOT))
+        for file in source_files()
+        if "store" not in file.relative_to(PACKAGE).parts and probe.search(file.read_text())
+    ]
+    assert outside == []
+
+
+def test_the_glossary_is_short() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    assert 1 <= len(re.findall(r"^- \*\*", glossary, re.M)) <= 15

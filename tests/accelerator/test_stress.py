@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,31 +21,107 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
+from offload_strategy.store.copy_engine import CopyEngine
 from offload_strategy.torch_support.accelerator import using_stream
 from tests.accelerator.support import (
     DEVICE,
     batch,
     delays,
+    device_module,
+    loss_of,
     make,
     new_stream,
     sleep,
+    stir,
 )
 from tests.training import (
     Numbers,
     assert_same_history,
+    attached,
     gradients,
+    on_disk,
     same_with_and_without,
     settings,
     weights,
 )
 
 SMALL = {"rows": 2, "length": 16}
+#: A device counts in cycles: about 0.2 ms at most.
+_CYCLES = 400_000
 SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every third copy begins late."""
+    dice = random.Random(0)
+
+    def late(original: Any, direction: int) -> Any:
+        def copy(engine: CopyEngine, *args: Any) -> Any:
+            if dice.random() < 0.33:
+                with using_stream(engine._copying(engine._compute())[direction]):
+                    sleep(dice.randrange(_CYCLES))
+            return original(engine, *args)
+
+        return copy
+
+    monkeypatch.setattr(CopyEngine, "copy_out", late(CopyEngine.copy_out, 0))
+    monkeypatch.setattr(CopyEngine, "load", late(CopyEngine.load, 1))
+    yield
+    torch.accelerator.synchronize()
+
+
+# ---------------------------------------------------------------------- one thread
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
+def test_many_steps_are_the_same_and_take_no_more_memory(
+    disk: Path, late_copies: None, host: str | None, overlap: str
+) -> None:
+    """Losses of each step, and the weights after every twentieth."""
+    levels = []
+
+    def train(engine: OffloadEngine | None) -> list[Numbers]:
+        dice = random.Random(1)
+        model = make(32, 2)
+        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
+                module.register_forward_hook(
+                    lambda *_: sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
+                )
+        found = []
+        for step in range(1000 if DEVICE == "cuda" else 30):
+            torch.manual_seed(step)
+            loss = loss_of(model, step, **SMALL)
+            if step % 5 == 0:
+                stir()
+            loss.backward()
+            if step % 7 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({"loss": loss.detach()})
+            if step % 20 == 19:
+                found.append(weights(model))
+            if engine is not None and step % 10 == 9:
+                del loss
+                on_disk(engine)
+                torch.accelerator.synchronize()
+                noted = sum(value.nbytes for each in found for value in each.values())
+                levels.append(device_module.memory_allocated() - noted)
+        return found
+
+    config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
+    figures = same_with_and_without(train, config)
+    assert figures["offload/activations/written_bytes"] > 0
+    assert levels[-1] <= levels[1] + (1 << 20)
 
 
 # ---------------------------------------------------------------------- two streams
 @pytest.mark.parametrize("priority", [-1, 0])
-def test_two_streams_of_the_users_are_the_same(disk: Path, priority: int) -> None:
+def test_two_streams_of_the_users_are_the_same(
+    disk: Path, late_copies: None, priority: int
+) -> None:
     """Forward on one, backward on another, as pipelines do."""
 
     def run(engine: OffloadEngine | None) -> list[Numbers]:

@@ -12,6 +12,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
@@ -48,6 +50,12 @@ def test_every_seed_ends_with_the_right_bytes_and_nothing_left() -> None:
             simulate(Random(seed))
         except AssertionError as error:
             pytest.fail(f"make simulate SEED={seed}\n{error}", pytrace=False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_the_shortest_order_of_events_that_fails(random: Random) -> None:
+    simulate(random, steps=15)
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -455,19 +455,18 @@ def scheduled(random: Random, log: list[str]) -> Iterator[Scheduler]:
         raise AssertionError("\n".join((*log[-60:], scheduler.failure)))
 
 
-def simulate(random: Random) -> list[object]:
+def simulate(random: Random, steps: int = 0) -> list[object]:
     """Run one world to its end, and return what happened; AssertionError if anything is wrong."""
     log: list[Any] = []
     with scheduled(random, log) as scheduler:
         world = World(random)
         world.log = log
-        _live(world)
+        _live(world, steps or random.choice((10, 20, 30)))
     return [*log, scheduler.steps, scheduler.now]
 
 
-def _live(world: World) -> None:
+def _live(world: World, steps: int) -> None:
     random, scheduler = world.random, world.scheduler
-    steps = random.choice((10, 20, 30))
     clients = [Client(world, "main")]
     if random.randrange(3) == 2:
         world.alone = False
