@@ -17,54 +17,40 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from tests.training import (
-    Numbers,
-    assert_same_history,
-    attached,
-    gradients,
-    settings,
-    weights,
-)
+from tests.training import Numbers, assert_same_history, attached, gradients, settings, weights
 
-STEPS = 4
-LAYERS = 6
 WIDTH = 96
 #: Seconds after which a mark that does not come is missing.
 PATIENCE = 20.0
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-    return nn.Sequential(*blocks)
-
-
-def join(rank: int, size: int, directory: Path, kind: str) -> torch.device:
+def join(rank: int, directory: Path, kind: str) -> torch.device:
     """Join a process group with the semantics of NCCL; return this rank's device."""
     os.environ["TEST_ACCELERATOR"] = kind
     if kind == "sim":
         from tests.simulated_accelerator import process_group, sim
 
         sim.set_delays(20, 100)
-        backend = process_group.BACKEND
-    else:
-        backend = "nccl"
     torch.accelerator.set_device_index(rank)
+    backend = process_group.BACKEND if kind == "sim" else "nccl"
     store = f"file://{directory}/accelerators"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2)
     return torch.device(kind, rank)
 
 
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def engine_of(
-    rank: int, directory: Path, overlap: str, host: str | None, streamed: bool = False
+    directory: Path, overlap: str, host: str | None, streamed: bool = False
 ) -> OffloadEngine:
-    folder = directory / f"disk-{rank}"
+    folder = directory / f"disk-{dist.get_rank()}"
     folder.mkdir()
-    sections: dict[str, Any] = {
-        "optimizer": {"overlap": overlap, "subgroup_size": 5000},
-        "memory": {"pinned": "8MiB"},
-        "parameters": {"enabled": streamed, "min_size": "1KiB"},
-    }
+    optimizer = {"overlap": overlap, "subgroup_size": 5000}
+    memory, parameters = {"pinned": "8MiB"}, {"enabled": streamed, "min_size": "1KiB"}
+    sections = {"optimizer": optimizer, "memory": memory, "parameters": parameters}
     return OffloadEngine(settings(folder, host, **sections))
 
 
@@ -73,39 +59,34 @@ def train(
     device: torch.device,
     sharded: bool,
     eager: bool,
-    hook: Any = None,
+    hook: Callable[[nn.Sequential], None] = lambda net: None,
 ) -> list[Numbers]:
     """Losses, the gradients of one step, and final weights."""
-    net = layers().to(device)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+    net.to(device)
     model: Any = net
     if sharded:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in net:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        for part in (*net, net):
+            fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
     else:
         model = DistributedDataParallel(net, bucket_cap_mb=0.05)
     optimizer = attached(engine, model, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    if hook is not None:
-        hook(net)
+    hook(net)
     found: list[Numbers] = []
-    for step in range(STEPS):
+    for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + device.index)
         inputs = torch.randn(16, WIDTH, generator=generator).to(device)
         loss = model(inputs).pow(2).mean()
         loss.backward()
         if step == 2 and not eager:
             # What backward has left is read here, before step().
-            found.append(local(gradients(net)))
+            found.append(gradients(net))
         optimizer.step()
         optimizer.zero_grad()
         found.append({"loss": torch.tensor(loss.item())})
-    return [*found, local(weights(net))]
-
-
-def local(numbers: Numbers) -> Numbers:
-    """The part of each that is of this rank."""
-    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in numbers.items()}
+    parts = [*found, weights(net)]
+    return [{n: v.to_local() if isinstance(v, DTensor) else v for n, v in p.items()} for p in parts]
 
 
 def compare(
@@ -118,14 +99,12 @@ def compare(
     streamed: bool,
 ) -> bool:
     """Fail unless all is the same with and without offload; return whether anything has moved."""
-    device = join(rank, 2, directory, kind)
-    eager = overlap == "eager"
+    device, eager = join(rank, directory, kind), overlap == "eager"
     expected = train(None, device, sharded, eager)
-    with engine_of(rank, directory, overlap, host, streamed) as engine:
+    with engine_of(directory, overlap, host, streamed) as engine:
         assert_same_history(train(engine, device, sharded, eager), expected)
         moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return moved
 
 
@@ -135,7 +114,7 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
     The first reduction of each step takes until the compute stream has executed the backward of the
     first layer. It can only end if nothing on the compute stream waits for it before that.
     """
-    device = join(rank, 2, directory, kind)
+    device = join(rank, directory, kind)
     from tests.simulated_accelerator import process_group, sim
 
     reached = threading.Event()
@@ -159,10 +138,9 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
 
     group = process_group.default_group()
     group.number = 1  # what DistributedDataParallel sends when it is made is not delayed
-    with engine_of(rank, directory, overlap, "64MiB") as engine:
+    with engine_of(directory, overlap, "64MiB") as engine:
         group.delayed = delayed
         train(engine, device, sharded=False, eager=overlap == "eager", hook=hook)
-        group.delayed = None
-    dist.barrier()
-    dist.destroy_process_group()
+        group.delayed = process_group.at_once
+    leave()
     return late

@@ -1,4 +1,4 @@
-"""What tests of accelerators share: a small transformer, its data, and repeatable kernels."""
+"""What tests of accelerators share: a small transformer, its data, and memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 # Before CUDA is initialised: else cuBLAS may choose another algorithm from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
@@ -24,35 +23,12 @@ from tests.training import Block, Numbers
 DEVICE = os.environ["TEST_ACCELERATOR"]
 """Type of the device under test: "cuda", or "sim", which is simulated; see tests/conftest.py."""
 
-needs_accelerator = pytest.mark.skipif(
-    DEVICE == "none", reason="needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim"
-)
-needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
-
 device_module: Any = None if DEVICE == "none" else torch.get_device_module(DEVICE)
 WIDTH = 64
 
 #: A model and a batch whose saved tensors are much larger than its weights.
 SIZE = (256, 12) if DEVICE == "cuda" else (64, 12)
 BATCH = {"rows": 16, "length": 256} if DEVICE == "cuda" else {"rows": 16, "length": 128}
-
-TIERS: dict[str, dict[str, Any]] = {
-    "disk": {},
-    "some host memory": {"host": "1MiB"},
-    "host memory": {"host": "1GiB"},
-}
-
-
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Two plain runs must be the same before an offloaded one can be."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(before)
-    torch.accelerator.synchronize()  # an error of the device that nobody saw shows here
-    device_module.empty_cache()
 
 
 def new_stream(priority: int = 0) -> torch.Stream:
@@ -68,25 +44,29 @@ def sleep(cycles: int) -> None:
         device_module.sleep(cycles // 2000)
 
 
+def idle_memory() -> int:
+    """Bytes in use of a device that has done its work, when all that is not needed was freed."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    device_module.empty_cache()
+    return device_module.memory_allocated()
+
+
 @contextmanager
 def memory_beyond(nbytes: int) -> Iterator[None]:
     """Allow so many bytes more than are in use."""
-    gc.collect()
-    device_module.empty_cache()
+    in_use = idle_memory()
     if DEVICE == "sim":
-        device_module.set_memory_limit(0, device_module.memory_allocated() + nbytes)
-        try:
-            yield
-        finally:
-            device_module.set_memory_limit(0, -1)
-        return
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    share = (torch.cuda.memory_reserved() + nbytes) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+        limit, most, all_of_it = partial(device_module.set_memory_limit, 0), in_use + nbytes, -1
+    else:
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        share = (torch.cuda.memory_reserved() + nbytes) / total
+        limit, most, all_of_it = torch.cuda.set_per_process_memory_fraction, min(1.0, share), 1.0
+    limit(most)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        limit(all_of_it)
 
 
 @contextmanager
@@ -148,7 +128,7 @@ class Transformer(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
+        x = self.embedding(x.to(self.embedding.weight.dtype))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return F.linear(x, self.embedding.weight.t())
@@ -160,6 +140,7 @@ def make(
     seed: int = 0,
     dropout: bool = True,
     device: str = DEVICE,
+    dtype: torch.dtype = torch.float32,
     recompute: bool = False,
 ) -> nn.Module:
     """A transformer on the device, attached if there is an engine."""
@@ -168,7 +149,7 @@ def make(
     for module in model.modules():
         if isinstance(module, nn.Dropout) and not dropout:
             module.p = 0.0
-    model.to(device)
+    model.to(device, dtype)
     if engine is not None:
         engine.attach(model)
     return model

@@ -1,4 +1,4 @@
-"""The same to the last bit on CUDA, where copies run beside the computation."""
+"""The same to the last bit on an accelerator, where copies run beside the computation."""
 
 from __future__ import annotations
 
@@ -15,52 +15,59 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
-from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
     DEVICE,
-    TIERS,
     Transformer,
-    batch,
     loss_of,
     make,
-    needs_accelerator,
-    new_stream,
     sleep,
     stir,
     train,
 )
+from tests.optimizer.runs import snapshot
 from tests.training import (
     Numbers,
     assert_same_bits,
     assert_same_history,
     attached,
     backward_history,
-    gradients,
     in_turn,
     left_bytes,
     on_disk,
     same_with_and_without,
     settings,
+    weights,
 )
 
-pytestmark = needs_accelerator
+#: Capacities of host memory before the disk: none, some, and enough for everything.
+HOSTS = [None, "1MiB", "1GiB"]
 
 
 # ---------------------------------------------------------------------- activations
-def activations(disk: Path, host: str | None = None, **memory: Any) -> dict[str, Any]:
-    return settings(disk, host, optimizer={"enabled": False}, memory=memory)
-
-
 def passes(
-    engine: OffloadEngine | None, wait: bool = True, scope: Any = nullcontext, **options: Any
+    engine: OffloadEngine | None,
+    wait: bool = True,
+    scope: Any = nullcontext,
+    behind: bool = False,
+    **options: Any,
 ) -> list[Numbers]:
-    """Three steps of gradient descent; with `wait`, backward begins when all is on the disk."""
+    """Three steps of gradient descent; with `wait`, backward begins when all is on the disk.
+
+    With `behind`, the host puts, drops and reads tickets long before the device has computed their
+    bytes.
+    """
     model = make(engine=engine, **options)
 
     def loss(step: int) -> torch.Tensor:
+        dropped = None
+        if behind:
+            sleep(100_000_000)
+            dropped = loss_of(model, step + 50)
+            torch.manual_seed(step)
         with scope():
             found = loss_of(model, step)
+        del dropped
         stir()
         return found
 
@@ -78,79 +85,37 @@ SCOPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("case", "wait"), in_turn(product(TIERS, SCOPES), [False, True]), ids=str)
-def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -> None:
-    tiers, precision = case
+@pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
+def test_gradients_are_the_same(disk: Path, case: tuple[str | None, str], wait: bool) -> None:
+    host, precision = case
     scope = SCOPES[precision]
     assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
-    config = activations(disk, **TIERS[tiers])
+    config = settings(disk, host, optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
-    if tiers == "disk":
+    if host is None:
         assert left_bytes(figures) > 1 * MiB
-    if tiers == "host memory":
+    if host == "1GiB":
         assert figures["offload/activations/written_bytes"] == 0
     torch.accelerator.synchronize()
 
 
 @pytest.mark.parametrize(
     ("memory", "options"),
-    [({}, {"recompute": True}), ({"pinned": "64KiB"}, {}), ({"pinned": "2MiB"}, {})],
+    [
+        ({}, {"recompute": True}),
+        ({"pinned": "64KiB"}, {}),
+        ({"pinned": "2MiB"}, {}),
+        ({}, {"behind": True, "wait": False}),
+        ({}, {"dtype": torch.bfloat16}),
+        ({}, {"dtype": torch.float16}),
+    ],
+    ids=str,
 )
-def test_gradients_are_the_same_with_checkpoints_and_with_little_pinned_memory(
-    disk: Path, memory: dict[str, str], options: dict[str, bool]
+def test_gradients_are_the_same_with(
+    disk: Path, memory: dict[str, str], options: dict[str, Any]
 ) -> None:
-    same_with_and_without(lambda engine: passes(engine, **options), activations(disk, **memory))
-
-
-def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        if engine is None:
-            return passes(None)
-        stream = new_stream()
-        stream.wait_stream(torch.accelerator.current_stream())
-        with using_stream(stream):
-            found = passes(engine, wait=False)
-        stream.synchronize()
-        return found
-
-    same_with_and_without(run, activations(disk))
-
-
-def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None:
-    """The host puts, drops and reads tickets long before the device has computed their bytes."""
-
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make(engine=engine)
-
-        def loss(step: int) -> torch.Tensor:
-            sleep(100_000_000)
-            dropped = loss_of(model, step + 50)
-            torch.manual_seed(step)
-            found = loss_of(model, step)
-            del dropped
-            stir()
-            return found
-
-        return backward_history(model, loss, steps=4)
-
-    same_with_and_without(run, activations(disk))
-
-
-def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        model = make(engine=engine, dropout=False)
-        first, second = loss_of(model, 1), loss_of(model, 2)
-        second.backward(retain_graph=True)
-        first.backward()
-        second.backward()
-        once = gradients(model)
-        model.zero_grad()
-        x = batch(3).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-        slope.pow(2).sum().backward()
-        return [once, gradients(model)]
-
-    same_with_and_without(run, activations(disk))
+    config = settings(disk, optimizer={"enabled": False}, memory=memory)
+    same_with_and_without(lambda engine: passes(engine, **options), config)
 
 
 # ---------------------------------------------------------------------- optimizer
@@ -169,16 +134,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, 1e-2),
 }
 fused = OPTIMIZERS["AdamW fused"]
-
-
-def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
-    numbers: Numbers = {}
-    for name, parameter in model.named_parameters():
-        numbers[name] = parameter.detach().clone()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                numbers[f"{name}.{key}"] = value.clone()
-    return numbers
 
 
 def steps(
@@ -223,6 +178,10 @@ def steps(
     return numbers
 
 
+def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
+    return snapshot(model, optimizer, gradients=False)
+
+
 def both(disk: Path, overlap: str = "commit", host: str | None = None) -> dict[str, Any]:
     options = {"overlap": overlap, "subgroup_size": 20_000}
     return settings(disk, host, optimizer=options, memory={"pinned": "256MiB"})
@@ -232,7 +191,7 @@ def clip(model: nn.Module, norm: float) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
-def scale_data(model: nn.Module, step: int, factor: float) -> None:
+def scale(model: nn.Module, step: int, factor: float) -> None:
     for parameter in model.parameters():
         if step % 3 == 1 and parameter.grad is not None:
             parameter.grad.data.mul_(factor)
@@ -242,8 +201,8 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
     "clipping always": lambda m, step: clip(m, 1e-3),
     "clipping never": lambda m, step: clip(m, 1e9),
     "clipping sometimes": lambda m, step: clip(m, 1e-3 if step == 3 else 1e9),
-    "a change that no version counter sees": lambda m, step: scale_data(m, step, 0.5),
-    "a change of all signs": lambda m, step: scale_data(m, step, -1.0),
+    "a change that no version counter sees": lambda m, step: scale(m, step, 0.5),
+    "a change of all signs": lambda m, step: scale(m, step, -1.0),
 }
 
 
@@ -252,13 +211,12 @@ LOOPS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
     **{name: {"edit": edit} for name, edit in EDITS.items()},
     **{
-        f"{name}, GradScaler, {how}": {
+        f"{name}, GradScaler, {edit or 'no clipping'}": {
             "optimizer_of": OPTIMIZERS[name],
             "scaled": True,
-            "edit": edit,
+            "edit": EDITS.get(edit),
         }
-        for name in ("AdamW", "AdamW fused")
-        for how, edit in (("no clipping", None), ("clipping", EDITS["clipping always"]))
+        for name, edit in product(("AdamW", "AdamW fused"), ("", "clipping always"))
     },
     "accumulation": {"micro_batches": 3},
     "accumulation with hints": {"micro_batches": 3, "hints": True},
@@ -266,22 +224,15 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_parameters_and_states_are_the_same(disk: Path, loop: str, overlap: str) -> None:
-    figures = same_with_and_without(
-        lambda engine: steps(engine, **LOOPS[loop]), both(disk, overlap)
-    )
-    assert figures["offload/optimizer/written_bytes"] > 0 or loop == "SGD"
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("wait", [False, True], ids=["at once", "when it is on the disk"])
-def test_parameters_and_states_are_the_same_on_every_tier(
-    disk: Path, tiers: str, overlap: str, wait: bool
+@pytest.mark.parametrize(("loop", "host", "wait"), in_turn(LOOPS, HOSTS, [False, True]))
+def test_parameters_and_states_are_the_same(
+    disk: Path, loop: str, host: str | None, wait: bool, overlap: str
 ) -> None:
-    config = both(disk, overlap, **TIERS[tiers])
-    same_with_and_without(lambda engine: steps(engine, wait=wait), config)
+    """With `wait`, `step()` begins when all is on the disk."""
+    config = both(disk, overlap, host)
+    figures = same_with_and_without(lambda engine: steps(engine, wait=wait, **LOOPS[loop]), config)
+    left = figures["offload/optimizer/written_bytes"]
+    assert left + figures.get("offload/tier/host/used_bytes", 0) > 0 or loop == "SGD"
 
 
 def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
@@ -337,3 +288,41 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
         return numbers
 
     same_with_and_without(run, both(disk, overlap))
+
+
+# ---------------------------------------------------------------------- streamed weights
+STREAMED = {"enabled": True, "min_size": 1}
+
+
+def streamed(engine: OffloadEngine | None, building: bool = False, **options: Any) -> list[Numbers]:
+    """Five steps, then the weights; with `building`, they leave as soon as they are made."""
+    with engine.building() if engine is not None and building else nullcontext():
+        model = make(**options)
+    optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-2))
+    history = train(model, optimizer, range(5))
+    if engine is not None:
+        engine.close()
+    return [*history, weights(model)]
+
+
+@pytest.mark.parametrize(
+    ("host", "overlap", "recompute", "building"),
+    [
+        *in_turn(HOSTS, ["commit", "eager", "off"], [True, False], [False]),
+        *in_turn(HOSTS, ["eager", "off", "commit"], [False, True], [True, False]),
+    ],
+)
+def test_streamed_weights_are_the_same(
+    disk: Path, host: str | None, overlap: str, recompute: bool, building: bool
+) -> None:
+    config = settings(disk, host, parameters=STREAMED, optimizer={"overlap": overlap})
+    same_with_and_without(lambda engine: streamed(engine, building, recompute=recompute), config)
+
+
+def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with OffloadEngine(settings(disk, parameters=STREAMED)) as engine:
+        engine.attach(model, device=torch.device(DEVICE))
+        assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
+        model(torch.ones(2, 64, device=DEVICE)).sum().backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,13 +47,17 @@ def model_on(engine: OffloadEngine | None) -> Deep:
     return model
 
 
-def train(engine: OffloadEngine | None, other_stream: bool = False) -> list[torch.Tensor]:
-    model = model_on(engine)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ELEMENTS, generator=generator).to(DEVICE).requires_grad_()
+def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
+    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     torch.accelerator.synchronize()
+    return found.requires_grad_()
+
+
+def gradients(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+    """Of three steps, on a stream of the user's with every other seed."""
+    model, x = model_on(engine), inputs(ELEMENTS)
     found = []
-    stream = new_stream() if other_stream else torch.accelerator.current_stream()
+    stream = new_stream() if seed % 2 else torch.accelerator.current_stream()
     for _ in range(3):
         with using_stream(stream):
             loss = model(x).sum()
@@ -64,48 +69,64 @@ def train(engine: OffloadEngine | None, other_stream: bool = False) -> list[torc
         found.append(x.grad.clone())
         torch.accelerator.current_stream().synchronize()
         x.grad = None
-    return [gradient.cpu() for gradient in found]
+    return found
 
 
-def config(disk: Path, host: str | None) -> dict[str, Any]:
-    return settings(disk, host, optimizer={"enabled": False}, memory={"pinned": "4MiB"})
-
-
-def wrong_bits(disk: Path, host: str | None, seed: int) -> bool:
-    late = delays(seed, 50 * (seed % 3), 800 * ((seed + 1) % 3))
-    with late, OffloadEngine(config(disk, host)) as engine:
-        got = train(engine, other_stream=seed % 2 == 1)
-    return not all(map(torch.equal, got, train(None)))
-
-
-def wrong_bits_after_a_dropped_pass(disk: Path, host: str | None, seed: int) -> bool:
+def gradients_after_a_dropped_pass(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
     """A pass is dropped while the device is behind; its buffers serve loads of another one."""
+    model, x = model_on(engine), inputs(ELEMENTS, seed=seed)
+    loss = model(x).sum()
+    if engine is not None:
+        on_disk(engine)
+    device_module.sleep(100_000)
+    dropped = model(x * 2)
+    del dropped
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad]
 
-    def gradient(engine: OffloadEngine | None) -> torch.Tensor:
-        model = model_on(engine)
-        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
-        x = x.to(DEVICE).requires_grad_()
-        loss = model(x).sum()
+
+def updated(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+    """Weights, of which updates run during backward on a stream of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to(DEVICE)
+    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), 1e-2, foreach=True))
+    x = inputs(64, 128, seed=seed).detach()
+    seen = []
+    for _ in range(3):
+        device_module.sleep(10_000)  # gradients are late, which an update must not overlook
+        model(x).pow(2).sum().backward()
+        if engine is None:
+            optimizer.step()  # `eager` has updated the weights by now
+        seen += [parameter.detach().clone() for parameter in model.parameters()]
+        churn()
         if engine is not None:
-            on_disk(engine)
-        device_module.sleep(100_000)
-        dropped = model(x * 2)
-        del dropped
-        loss.backward()
-        assert x.grad is not None
-        return x.grad.cpu()
-
-    with OffloadEngine(config(disk, host)) as engine:
-        got = gradient(engine)
-    return not torch.equal(got, gradient(None))
+            optimizer.step()
+        optimizer.zero_grad()
+        churn()
+    return seen
 
 
-def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
+def differs(
+    run: Callable[[OffloadEngine | None, int], list[torch.Tensor]],
+    host: str | None,
+    disk: Path,
+    seed: int,
+) -> bool:
+    """Whether tensors are not those of plain training."""
+    eager = {"overlap": "eager", "subgroup_size": 20_000}
+    section = eager if run is updated else {"enabled": False}
+    config = settings(disk, host, optimizer=section, memory={"pinned": "4MiB"})
+    with delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3)), OffloadEngine(config) as engine:
+        got = [tensor.cpu() for tensor in run(engine, seed)]
+    return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
+
+
+def too_much_memory(disk: Path, seed: int) -> bool:
     """Whether more is in use than the windows allow while the device is behind."""
-    with OffloadEngine(config(disk, host)) as engine:
-        model = model_on(engine)
-        x = torch.randn(1 * MiB).to(DEVICE).requires_grad_()
-        torch.accelerator.synchronize()
+    config = settings(disk, "1GiB", optimizer={"enabled": False}, memory={"pinned": "4MiB"})
+    with OffloadEngine(config) as engine:
+        model, x = model_on(engine), inputs(1 * MiB)
         before = device_module.memory_allocated()
         for _ in range(3):
             torch.accelerator.synchronize()
@@ -122,125 +143,94 @@ def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
     return bool(peak > 64 * MiB or left > 12 * MiB)
 
 
-def wrong_update(disk: Path, host: str | None, seed: int) -> bool:
-    """Whether weights differ when updates run during backward on a stream of their own."""
-
-    def trained(engine: OffloadEngine | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        layers = [nn.Linear(128, 128) for _ in range(6)]
-        model = nn.Sequential(*layers).to(DEVICE)
-        plain = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
-        optimizer = attached(engine, model, plain)
-        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        torch.accelerator.synchronize()
-        seen = []
-        for _ in range(3):
-            device_module.sleep(10_000)  # gradients are late, which an update must not overlook
-            model(x).pow(2).sum().backward()
-            if engine is None:
-                optimizer.step()  # `eager` has updated the weights by now
-            seen += [parameter.detach().clone() for parameter in model.parameters()]
-            churn()
-            if engine is not None:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            churn()
-        return [weight.cpu() for weight in seen]
-
-    late = delays(seed, 100 * (1 + seed % 3), 800 * (seed % 2))
-    section = {"overlap": "eager", "subgroup_size": 20_000}
-    with late, OffloadEngine(settings(disk, host, optimizer=section)) as engine:
-        got = trained(engine)
-    return not all(map(torch.equal, got, trained(None)))
-
-
-SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
-    (wrong_bits, None),
-    (wrong_bits, "1GiB"),
-    (wrong_bits_after_a_dropped_pass, None),
-    (too_much_memory, "1GiB"),
+Scenario = Callable[[Path, int], bool]
+SCENARIOS: list[Scenario] = [
+    partial(differs, gradients, None),
+    partial(differs, gradients, "1GiB"),
+    partial(differs, gradients_after_a_dropped_pass, None),
+    too_much_memory,
 ]
-OF_UPDATES = [(wrong_update, "1GiB")]
-
-
-def swapped(first: str, second: str) -> tuple[str, str]:
-    return first + second, second + first
+OF_UPDATES: list[Scenario] = [partial(differs, updated, "1GiB")]
 
 
 def recorded(copies: str, stream: str, options: str = "") -> tuple[str, str]:
     """The end of copies is recorded before them."""
-    event = f"done = torch.Event(self.device{options})\n            done.record({stream})\n"
-    return swapped(f"            for {copies}, non_blocking=True)\n", f"            {event}")
+    copied = f"            for {copies}, non_blocking=True)\n"
+    event = (
+        f"            done = torch.Event(self.device{options})\n            done.record({stream})\n"
+    )
+    return copied + event, event + copied
 
 
-#: Of the copy engine.
-MUTANTS: dict[str, tuple[str, str]] = {
-    "the copy to the host does not wait for the computation": (
-        "outgoing.wait_event(compute.record_event())",
-        "pass",
-    ),
-    "the end of a copy to the host is recorded before it": recorded(
-        "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
-        "outgoing",
-        ", blocking=True",
-    ),
-    "the write to the path does not wait for the copy": ("event.synchronize()", "pass"),
-    "the copy to the device does not wait for the computation": (
-        "incoming.wait_event(compute.record_event())",
-        "pass",
-    ),
-    "the computation does not wait for the copy to the device": (
-        "compute.wait_event(arrival.done)",
-        "pass",
-    ),
-    "the end of a copy to the device is recorded before it": recorded(
-        "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
-        "incoming",
-    ),
-    "a host buffer is free before the copy out of it is over": (
-        "self._loads.append((done, copies, hosts))",
-        "pass",
-    ),
-    "loaded memory belongs to the incoming stream": (
-        "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
-        "        _, incoming = self._copying(compute)\n"
-        "        incoming.wait_event(compute.record_event())\n",
-        "        _, incoming = self._copying(compute)\n"
-        "        with using_stream(incoming):\n            tensors = ["
-        "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
-    ),
-    "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
-    "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
-    "copies to the host run on the compute stream, with no order to what follows": (
-        "with using_stream(outgoing):",
-        "with using_stream(_):",
-    ),
+#: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
+MUTANTS: dict[ModuleType, dict[str, str | tuple[str, str]]] = {
+    copy_engine: {
+        "the copy to the host does not wait for the computation": (
+            "outgoing.wait_event(compute.record_event())"
+        ),
+        "the end of a copy to the host is recorded before it": recorded(
+            "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
+            "outgoing",
+            ", blocking=True",
+        ),
+        "the write to the path does not wait for the copy": "event.synchronize()",
+        "the copy to the device does not wait for the computation": (
+            "incoming.wait_event(compute.record_event())"
+        ),
+        "the computation does not wait for the copy to the device": (
+            "compute.wait_event(arrival.done)"
+        ),
+        "the end of a copy to the device is recorded before it": recorded(
+            "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
+            "incoming",
+        ),
+        "a host buffer is free before the copy out of it is over": (
+            "self._loads.append((done, copies, hosts))"
+        ),
+        "loaded memory belongs to the incoming stream": (
+            "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) "
+            "for n in sizes]\n"
+            "        _, incoming = self._copying(compute)\n"
+            "        incoming.wait_event(compute.record_event())\n",
+            "        _, incoming = self._copying(compute)\n"
+            "        with using_stream(incoming):\n            tensors = ["
+            "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
+        ),
+        "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
+        "what backward has used stays in the window": (
+            "entry.state is TicketState.FREED",
+            "False",
+        ),
+        "copies to the host run on the compute stream, with no order to what follows": (
+            "with using_stream(outgoing):",
+            "with using_stream(_):",
+        ),
+    },
+    # The windows in which memory is referenced until its stream waits for what uses it.
+    accelerator: {
+        "memory is freed without a wait for its copy": "self._owner.wait_event(end)",
+        "the wait is for the first copy of those released": (
+            "            end, nbytes, held = self._uses.popleft()\n",
+            "            first, nbytes, held = self._uses.popleft()\n"
+            "            end = end or first\n",
+        ),
+        "nothing is released while the device is behind": (
+            "while self._uses and self.nbytes > at_most:",
+            "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
+        ),
+        "a gradient is dropped without a wait for its update": "self._owner.wait_event(end)",
+    },
+    # The stream on which updates run.
+    update_stream: {
+        "an update does not wait for what produced the gradients": "stream.wait_stream(producer)",
+        "the end of backward does not join the updates": (
+            "torch.autograd.Variable._execution_engine.queue_callback(self.join)"
+        ),
+    },
 }
-FREED_EARLY = ("self._owner.wait_event(end)", "pass")
-#: Of the windows in which memory is referenced until its stream waits for what uses it.
-WINDOW_MUTANTS: dict[str, tuple[str, str]] = {
-    "memory is freed without a wait for its copy": FREED_EARLY,
-    "the wait is for the first copy of those released": (
-        "            end, nbytes, held = self._uses.popleft()\n",
-        "            first, nbytes, held = self._uses.popleft()\n            end = end or first\n",
-    ),
-    "nothing is released while the device is behind": (
-        "while self._uses and self.nbytes > at_most:",
-        "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
-    ),
-}
-#: Of the stream on which updates run; the second one of the window of its gradients.
-UPDATE_MUTANTS: dict[str, tuple[str, str]] = {
-    "an update does not wait for what produced the gradients": (
-        "stream.wait_stream(producer)",
-        "pass",
-    ),
-    "a gradient is dropped without a wait for its update": FREED_EARLY,
-    "the end of backward does not join the updates": (
-        "torch.autograd.Variable._execution_engine.queue_callback(self.join)",
-        "pass",
-    ),
-}
+
+
+ORIGINALS = {name: original for original, names in MUTANTS.items() for name in names}
 
 
 def mutated(original: ModuleType, old: str, new: str) -> Any:
@@ -252,11 +242,12 @@ def mutated(original: ModuleType, old: str, new: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *WINDOW_MUTANTS, *UPDATE_MUTANTS])
-def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
-    change = {**MUTANTS, **WINDOW_MUTANTS, **UPDATE_MUTANTS}[name]
-    if name in MUTANTS:
-        module = mutated(copy_engine, *change)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    original = ORIGINALS[name]
+    change = MUTANTS[original][name]
+    module = mutated(original, *((change, "pass") if isinstance(change, str) else change))
+    if original is copy_engine:
         close = module.CopyEngine.close
 
         def close_when_idle(engine: Any) -> None:
@@ -266,19 +257,18 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
 
         monkeypatch.setattr(module.CopyEngine, "close", close_when_idle)
         monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
-    elif name in WINDOW_MUTANTS or change is FREED_EARLY:
-        module = mutated(accelerator, *change)
+    elif original is accelerator:
         for method in ("release", "release_unused"):
             monkeypatch.setattr(ReleaseWindow, method, getattr(module.ReleaseWindow, method))
     else:
-        module = mutated(update_stream, *change)
         monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
-    if name in UPDATE_MUTANTS and change is FREED_EARLY:
+    of_updates = original is update_stream or "update" in name
+    if of_updates:
         monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
     for seed in range(SEEDS):
-        for scenario, host in OF_UPDATES if name in UPDATE_MUTANTS else SCENARIOS:
+        for scenario in OF_UPDATES if of_updates else SCENARIOS:
             try:
-                if scenario(disk, host, seed):
+                if scenario(disk, seed):
                     return
             except torch.OutOfMemoryError:
                 return
@@ -287,7 +277,18 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
+def test_calls_that_wait_for_the_device_are_counted() -> None:
+    tensor = inputs(ELEMENTS).detach()
+    device_module.counts(reset=True)
+    tensor[0].item()
+    tensor.cpu()
+    torch.equal(tensor, tensor)
+    waited = {n for n in device_module.counts(this_thread=True) if n.startswith("sync:")}
+    calls = ("aten::_local_scalar_dense", "copy DtoH", "aten::equal")
+    assert waited == {f"sync:{call}" for call in calls}
+
+
 def test_without_a_bug_nothing_is_found(disk: Path) -> None:
     for seed in range(SEEDS):
-        for scenario, host in [*SCENARIOS, *OF_UPDATES]:
-            assert not scenario(disk, host, seed), f"{scenario.__name__}, seed {seed}, {host}"
+        for scenario in [*SCENARIOS, *OF_UPDATES]:
+            assert not scenario(disk, seed), f"{scenario}, seed {seed}"

@@ -1,4 +1,4 @@
-"""Copies and kernels that are late at random, few buffers, and two threads: the same bits.
+"""Copies and kernels that are late at random, few buffers, two streams or threads: the same bits.
 
 What lies in memory that was freed too early is overwritten meanwhile, so that a stream that does
 not wait for another shows in the numbers. ``make stress`` runs two threads with a thousand seeds.
@@ -6,12 +6,12 @@ not wait for another shows in the numbers. ``make stress`` runs two threads with
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from tests.accelerator.support import (
     device_module,
     loss_of,
     make,
-    needs_accelerator,
     new_stream,
     sleep,
     stir,
@@ -46,14 +45,10 @@ from tests.training import (
     weights,
 )
 
-pytestmark = needs_accelerator
-
+SMALL = {"rows": 2, "length": 16}
 #: A device counts in cycles: about 0.2 ms at most.
 _CYCLES = 400_000
-SMALL = {"rows": 2, "length": 16}
 SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
-#: Seeds of one test of threads.
-TOGETHER = 5
 
 
 @pytest.fixture
@@ -122,6 +117,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(
     assert levels[-1] <= levels[1] + (1 << 20)
 
 
+# ---------------------------------------------------------------------- two streams
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_two_streams_of_the_users_are_the_same(
     disk: Path, late_copies: None, priority: int
@@ -130,7 +126,7 @@ def test_two_streams_of_the_users_are_the_same(
 
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         model = make(32, 2, engine=engine)
-        one, two = (new_stream(priority) for _ in range(2))
+        one, two = new_stream(priority), new_stream(priority)
         found = []
         for step in range(50 if DEVICE == "cuda" else 10):
             torch.manual_seed(step)
@@ -147,7 +143,8 @@ def test_two_streams_of_the_users_are_the_same(
             model.zero_grad()
         return found
 
-    same_with_and_without(run, settings(disk, memory={"pinned": "256KiB"}))
+    with delays(0, 50, 800):
+        same_with_and_without(run, settings(disk, memory={"pinned": "256KiB"}))
 
 
 # ---------------------------------------------------------------------- two threads
@@ -193,7 +190,7 @@ def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
     """Losses and weights of two models, of two threads; by seed, they have one engine or two."""
     section = {"overlap": ["commit", "eager", "off"][seed // 2 % 3]}
     config = settings(disk, "64KiB", optimizer=section, memory={"pinned": "1MiB"})
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         engines = [stack.enter_context(OffloadEngine(config)) for _ in range(1 + seed % 2)]
         pairs = [
             (model, engines[n % len(engines)].attach(model, AdamW(model.parameters(), 1e-3)))
@@ -212,14 +209,9 @@ def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
-def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], first: int) -> None:
-    for seed in range(first, min(first + TOGETHER, SEEDS)):
-        with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
-            got = train_both(disk, seed)
-        try:
-            for one, other in zip(got, expected, strict=True):
-                assert_same_history(one, other)
-        except AssertionError as error:
-            error.add_note(f"seed {seed}")
-            raise
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], seed: int) -> None:
+    with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
+        got = train_both(disk, seed)
+    for one, other in zip(got, expected, strict=True):
+        assert_same_history(one, other)

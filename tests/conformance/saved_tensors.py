@@ -16,22 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from offload_strategy import OffloadEngine
 from offload_strategy.io.backends import posix
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.units import MiB
 from tests.paced import PacedBackend
 from tests.training import Numbers, bits, on_disk, settings
 
-#: Inputs of this size are enlarged to `LARGE_BYTES`.
-LARGE_BYTES = MiB
-#: An enlarged case has at most so large tensors, so many, and attention to so many positions.
-MOST_BYTES, MOST_TENSORS, MOST_POSITIONS = 16 * MiB, 300, 2048
-#: Bytes per second of the slow path, and the longest delay of a transfer, in seconds.
+#: Bytes per second of the path, and the longest delay of a transfer, in seconds.
 RATE, DELAY = 400e6, 0.004
 
 
@@ -51,19 +44,9 @@ class SlowBackend(PacedBackend):
 
 
 @pytest.fixture
-def engine(disk: Path) -> Iterator[OffloadEngine]:
-    """Everything leaves."""
-    yield from _engine(disk)
-
-
-@pytest.fixture
-def slow_engine(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadEngine]:
+def engine(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadEngine]:
     """Everything leaves, on a slow path."""
     monkeypatch.setattr(posix, "PosixBackend", SlowBackend)
-    yield from _engine(disk)
-
-
-def _engine(disk: Path) -> Iterator[OffloadEngine]:
     config = settings(disk, optimizer={"enabled": False}, io={"checksum": True})
     config["tiers"][0]["capacity"] = "512MiB"
     with OffloadEngine(config) as made, warnings.catch_warnings():
@@ -152,55 +135,3 @@ def _bits(tensor: torch.Tensor) -> Any:
         return [bits(part) for part in tensor.unbind()]
     plain = tensor.layout in (torch.strided, torch.sparse_coo)
     return bits(tensor if plain else tensor.to_dense())
-
-
-# ---------------------------------------------------------------------- large inputs
-def enlarged(args: Any, kwargs: Any, dim: int = 0) -> Any:
-    """Repeat tensors along a dimension, as often as makes the first one large.
-
-    Those that are as long as the first one there are repeated with it. None if that makes no sense.
-    """
-    tensors = _tensors((args, kwargs))
-    if not tensors or tensors[0].ndim <= dim or tensors[0].nbytes == 0:
-        return None
-    length = tensors[0].shape[dim]
-    times = -(-LARGE_BYTES // tensors[0].nbytes)
-
-    def repeat(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.shape[dim : dim + 1] != (length,):
-            return tensor
-        with torch.no_grad():
-            large = torch.cat([tensor.detach()] * times, dim)
-        return large.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(torch.Tensor, repeat, (args, kwargs))
-
-
-def fits(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a call and its backward make neither large nor many tensors; nothing is computed."""
-    try:
-        # A kernel that can only run for real might take long.
-        fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        with fake, _Bounded():
-            Call(lambda: function(*args, **kwargs), (args, kwargs)).numbers()
-    except Exception:
-        return False
-    return True
-
-
-class _Bounded(TorchDispatchMode):
-    """Raises an error in a call that would take long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # All pairs of a long sequence: one kernel that keeps none of them.
-        assert "dot_product" not in func.name() or args[0].shape[-2] <= MOST_POSITIONS
-        result = func(*args, **kwargs or {})
-        made = _tensors(result)
-        self._made += len(made)
-        assert self._made <= MOST_TENSORS
-        assert all(tensor.numel() * tensor.itemsize <= MOST_BYTES for tensor in made)
-        return result

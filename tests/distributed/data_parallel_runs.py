@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -61,46 +62,31 @@ def loss_of(net: nn.Module, tokens: torch.Tensor, *options: Any) -> torch.Tensor
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Early:
-    """Counts gradients that were used as soon as they were reduced, while backward ran.
+@contextlib.contextmanager
+def early_gradients() -> Iterator[list[torch.Tensor]]:
+    """Yield the parameters whose gradients are used as soon as reduced, while backward runs.
 
-    Before backward's last gradient it waits for the reductions that have begun: a rank may be ahead
-    of the others for a whole run, and would find none that is over by then.
+    Only one reduction is under way at a time: a rank may be ahead of the others for a whole run,
+    and would find none that is over by then.
     """
+    used: list[torch.Tensor] = []
+    begun: list[torch.futures.Future[Any]] = []
+    take, add = BackwardOverlap.gradient_reduced, GradientReductions.add
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._begun: list[torch.futures.Future[Any]] = []
+    def taken(overlap: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        used.append(parameter)
+        take(overlap, parameter, gradient)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        take, add = BackwardOverlap.gradient_reduced, GradientReductions.add
+    def added(backward: Any, future: Any, *args: Any) -> None:
+        while begun:
+            begun.pop().wait()
+        begun.append(future)
+        add(backward, future, *args)
 
-        def taken(overlap: Any, *args: Any) -> None:
-            self.count += 1
-            take(overlap, *args)
-
-        def added(backward: Any, future: Any, *args: Any) -> None:
-            self._begun.append(future)
-            add(backward, future, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BackwardOverlap, "gradient_reduced", taken)
-            patch.setattr(GradientReductions, "add", added)
-            yield
-
-    def pause(self, net: Net) -> None:
-        """Wait in every backward pass of a net."""
-
-        def pass_begins(module: nn.Module, args: Any, hidden: torch.Tensor) -> None:
-            self._begun.clear()
-            hidden.register_hook(wait)
-
-        def wait(gradient: torch.Tensor) -> None:
-            while self._begun:
-                self._begun.pop().wait()
-
-        net.embedding.register_forward_hook(pass_begins)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardOverlap, "gradient_reduced", taken)
+        patch.setattr(GradientReductions, "add", added)
+        yield used
 
 
 class Recomputed(nn.Module):
@@ -173,7 +159,6 @@ def train(
     steps: Iterable[int] = range(STEPS),
     states: dict[str, Any] | None = None,
     order: str = "together",
-    early: Early | None = None,
     after: Callable[[int, nn.Module, Any], object] = lambda step, net, optimizer: None,
     loop: dict[str, Any] | None = None,
     on_first: bool = False,
@@ -189,8 +174,6 @@ def train(
     """
     torch.manual_seed(0)
     net = Net() if blocks is None else Recomputed(blocks == "with ends")
-    if early is not None and isinstance(net, Net):
-        early.pause(net)
     kinds = torch.optim if hasattr(torch.optim, optimizer) else custom_optimizers
     made = getattr(kinds, optimizer)(net.parameters(), lr=1e-2)
     used: Any = made
@@ -291,9 +274,9 @@ def against_plain(rank: int, directory: Path) -> None:
         for overlap in overlaps:
             used = []  # bytes that were written and read, with shared states and without
             for sharding in (True, False)[: 2 if number < 2 else 1]:
-                settings, early = config(directory, overlap, sharding=sharding), Early()
-                with early.watch(), OffloadEngine(settings) as engine:
-                    ours = train(rank, engine, early=early, **case)
+                settings = config(directory, overlap, sharding=sharding)
+                with early_gradients() as early, OffloadEngine(settings) as engine:
+                    ours = train(rank, engine, **case)
                 moved = {"activations", "optimizer"}
                 moved -= {"activations"} if case.get("order") == "optimizer alone" else set()
                 moved -= {"optimizer"} if case.get("optimizer") == "SGD" else set()
@@ -302,7 +285,7 @@ def against_plain(rank: int, directory: Path) -> None:
                 if "blocks" not in case:
                     # Gradients are used as soon as their bucket is reduced, where it can be known.
                     expected = not whole_pass and overlap != "off"
-                    assert (early.count > 0) is expected, (case, overlap, early.count)
+                    assert bool(early) is expected, (case, overlap, len(early))
                 verbs = ("written", "read")
                 used.append([ours["metrics"][f"offload/optimizer/{verb}_bytes"] for verb in verbs])
                 del ours
@@ -314,11 +297,9 @@ def against_plain(rank: int, directory: Path) -> None:
 
 
 # ---------------------------------------------------------------------- other numbers of ranks
-@contextlib.contextmanager
-def maybe_offloading(directory: Path, offload: bool) -> Iterator[OffloadEngine | None]:
+def maybe_offloading(directory: Path, offload: bool) -> AbstractContextManager[Any]:
     """An engine, if anything is to be offloaded."""
-    with contextlib.ExitStack() as stack:
-        yield stack.enter_context(OffloadEngine(config(directory, "commit"))) if offload else None
+    return OffloadEngine(config(directory, "commit")) if offload else contextlib.nullcontext()
 
 
 def save_half(rank: int, directory: Path) -> None:

@@ -1,7 +1,7 @@
 """What `test_deaths` runs: data-parallel training of which a rank comes to an end.
 
-HOW is "backward" or "step", in the middle of which the rank is killed, or "error", which an update
-of its own raises. torchrun may start the ranks again.
+A rank is killed in the middle of "backward" or "step", or has an "error" of its own in an update.
+torchrun may start the ranks again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,75 +28,62 @@ RANKS = 3
 VICTIM = 2
 
 
-def train(how: str, tier: Path, notes: Path) -> None:
+def train(rank: int, how: str, tier: Path, notes: Path) -> None:
     """Train until rank 2 is gone; a loop that goes on says so."""
-    rank = int(os.environ["RANK"])
     (notes / f"process-{rank}").write_text(str(os.getpid()))
-    init = None if "MASTER_PORT" in os.environ else f"file://{notes}/store"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=RANKS)
-    doomed = rank == VICTIM
+    store = f"file://{notes}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     trained = 0
 
-    def end() -> None:
-        (notes / "died").write_text(str(time.time()))
-        if how == "error":
-            raise OSError("an update failed")
-        os.kill(os.getpid(), signal.SIGKILL)
+    def end(moment: str) -> None:
+        if rank == VICTIM and trained == 2 and moment == ("step" if how == "error" else how):
+            (notes / "died").write_text(str(time.time()))
+            if how == "error":
+                raise OSError("an update failed")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     class Adam(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
-            if doomed and trained == 2 and how != "backward":
-                end()
+            end("step")
             return super().step(closure)
-
-    def gradient(_: torch.Tensor) -> None:
-        if doomed and trained == 2 and how == "backward":
-            end()
 
     torch.manual_seed(0)
     net = Net()
-    net.up.weight.register_hook(gradient)
+    net.up.weight.register_hook(lambda _: end("backward"))
     model = DistributedDataParallel(net, bucket_cap_mb=0.02)
     with OffloadEngine(config(tier, "off")) as engine:
         optimizer = engine.attach(model, Adam(net.parameters(), lr=1e-2))
         while trained < 1000:
-            tokens = torch.randint(0, 96, (4, 17))
-            loss_of(model, tokens).backward()
+            loss_of(model, torch.randint(0, 96, (4, 17))).backward()
             optimizer.step()
             optimizer.zero_grad()
             trained += 1
-            (notes / f"moved-{rank}").write_text(
-                str(engine.metrics()["offload/optimizer/written_bytes"])
-            )
+            moved = engine.metrics()["offload/optimizer/written_bytes"]
+            (notes / f"moved-{rank}").write_text(str(moved))
     (notes / "to-the-end").touch()
-
-
-def fork(how: str, tier: Path, notes: Path) -> dict[int, int]:
-    """Start ranks, whose output goes to files; their numbers by process."""
-    notes.mkdir()
-    ranks = {}
-    for rank in range(RANKS):
-        process = os.fork()
-        if process == 0:
-            os.environ["RANK"] = str(rank)  # torch's errors begin with it
-            output = os.open(notes / f"output-{rank}", os.O_CREAT | os.O_WRONLY)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            train(how, tier, notes)
-            sys.exit()
-        ranks[process] = rank
-    return ranks
 
 
 def by_themselves(
     rank: int, directory: Path, tier: str, ways: list[str]
 ) -> dict[str, dict[int, list[float]]]:
-    """Ranks that no launcher looks after; their exit statuses, and the seconds until then."""
-    ranks = {
-        process: (how, rank)
-        for how in ways
-        for process, rank in fork(how, Path(tier), directory / how).items()
-    }
+    """Ranks that no launcher looks after; their exit statuses, and the seconds until then.
+
+    Their output goes to files.
+    """
+    ranks = {}
+    for how in ways:
+        notes = directory / how
+        notes.mkdir()
+        for rank in range(RANKS):
+            process = os.fork()
+            if process == 0:
+                os.environ["RANK"] = str(rank)  # torch's errors begin with it
+                output = os.open(notes / f"output-{rank}", os.O_CREAT | os.O_WRONLY)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                train(rank, how, Path(tier), notes)
+                sys.exit()
+            ranks[process] = how, rank
     found: dict[str, dict[int, list[float]]] = {how: {} for how in ways}
     while ranks:
         process, status = os.wait()
@@ -108,36 +93,20 @@ def by_themselves(
     return found
 
 
-def launch(size: int, restarts: int, function: Callable[..., None], *arguments: Any) -> None:
-    """As torchrun does, but with ranks that are forked."""
+# ---------------------------------------------------------------------- started again
+STEPS, EVERY, KILLED_AFTER = 8, 3, 4
+
+
+def restarted(rank: int, directory: Path, tier: str) -> None:
+    """Start two ranks as torchrun does, but forked, and again after one was killed."""
     # From the launcher's own store ranks that are started again may read where the old ones
     # listened (torch 2.13, with or without offload).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launched = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        run_id="here",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        monitor_interval=0.1,
-        start_method="fork",
-    )
-    elastic_launch(launched, function)(*arguments)
-
-
-def by_the_launcher(rank: int, directory: Path, tier: str) -> list[Any]:
-    """What torchrun says of ranks of which one is killed, and how long after."""
-    try:
-        launch(RANKS, 0, train, "step", Path(tier), directory)
-    except ChildFailedError as error:
-        return [str(error), time.time() - float((directory / "died").read_text())]
-    return ["they ended well", 0.0]
-
-
-# ---------------------------------------------------------------------- started again
-STEPS, EVERY, KILLED_AFTER = 8, 3, 4
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, monitor_interval=0.1,
+        run_id="here", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+    )  # fmt: skip
+    elastic_launch(launched, train_and_compare)(Path(tier), directory)
 
 
 def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> dict[str, Any]:
@@ -161,21 +130,15 @@ def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> di
             dist.barrier()
 
     steps = range(first, STEPS)
-    return {
-        **data_parallel_runs.train(rank, engine, states=saved, steps=steps, after=after),
-        "first": first,
-    }
-
-
-def restarted(rank: int, directory: Path, tier: str) -> None:
-    """Start two ranks, and again after one was killed."""
-    launch(2, 1, train_and_compare, Path(tier), directory)
+    found = data_parallel_runs.train(rank, engine, states=saved, steps=steps, after=after)
+    return {**found, "first": first}
 
 
 def train_and_compare(tier: Path, notes: Path) -> None:
     """Train, be killed, train again, and compare with training that nothing interrupts."""
     dist.init_process_group("gloo")
     rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (notes / f"process-{rank}-{restarts}").write_text(str(os.getpid()))
     with OffloadEngine(config(tier, "commit")) as engine:
         ours = train_on(engine, notes / "last.ckpt", doomed=rank == 1 and restarts == 0)
         moved = engine.metrics()["offload/optimizer/written_bytes"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from offload_strategy import ConfigError
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.data_parallel_runs import (
-    Net,
-    check,
-    config,
-    different,
-    loss_of,
-    same,
-    whole,
-)
+from tests.distributed.data_parallel_runs import Net, check, config, different, loss_of, same, whole
 from tests.distributed.sharded_runs import STREAMED
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
@@ -86,7 +77,10 @@ def two_epochs(
 
 
 # ---------------------------------------------------------------------- Fabric
-def fabric_fit(family: str, strategy: str, file: Path, source: Path | None, clip: bool) -> Any:
+def fabric_fit(
+    family: str, strategy: str, clip: bool, place: Path, name: str, resumed: str | None = None
+) -> dict[str, Any]:
+    """Train with accumulation and save a file of this name, or go on from that of another run."""
     fabric = importlib.import_module(family).Fabric(strategy=strategy, devices=2, accelerator="cpu")
     fabric.launch()
     net, optimizer = fresh()
@@ -105,8 +99,8 @@ def fabric_fit(family: str, strategy: str, file: Path, source: Path | None, clip
             optimizer.zero_grad()
         return loss.detach()
 
-    load = None if source is None else lambda: fabric.load(source, state)
-    losses = two_epochs(loader, micro_batch, lambda: fabric.save(file, state), load)
+    load = None if resumed is None else lambda: fabric.load(place / resumed, state)
+    losses = two_epochs(loader, micro_batch, lambda: fabric.save(place / name, state), load)
     engine = getattr(fabric.strategy, "offload_engine", None)
     # Fabric asks optimizers whose states are shared by ranks on the first rank alone.
     states = whole(optimizer.state_dict())
@@ -120,16 +114,15 @@ def with_fabric(rank: int, directory: Path) -> None:
     """Both Fabrics, with DDP and with ours: from the start, and from each other's file."""
     for family, clip in (("lightning.fabric", True), ("lightning_fabric", False)):
         place = directory / family
-        plain = fabric_fit(family, "ddp", place / "plain", None, clip)
-        for overlap, name, resume in (
+        plain = fabric_fit(family, "ddp", clip, place, "plain")
+        for overlap, name, resumed in (
             ("commit" if clip else "eager", "ours", None),
             ("off", "of plain", "plain"),
             ("commit", "again", "ours"),
         ):
             # The registered name is that of a strategy for one device, which becomes another one.
             use(config(directory, overlap))
-            source = None if resume is None else place / resume
-            ours = fabric_fit(family, "ssd_offload", place / name, source, clip)
+            ours = fabric_fit(family, "ssd_offload", clip, place, name, resumed)
             check_with_strategy(plain, ours, family, name)
         files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
         assert same(*files)
@@ -167,11 +160,9 @@ def accelerate_fit(
         for state in (accelerator.state, PartialState()):  # the one copies from the other
             state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="no_wrap",
-            cpu_ram_efficient_loading=False,
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False,
             state_dict_type="FULL_STATE_DICT",
-        )
+        )  # fmt: skip
     net, optimizer = fresh()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     prepared = accelerator.prepare(net, optimizer, batches_of(48), scheduler)
@@ -236,21 +227,12 @@ def trainer_fit(
     trainer = Trainer(
         model,
         TrainingArguments(
-            str(target),
-            use_cpu=True,
-            ddp_backend="gloo",
-            max_steps=4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.5,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_steps=2,
-            report_to=[],
-            disable_tqdm=True,
+            str(target), use_cpu=True, ddp_backend="gloo", max_steps=4, save_steps=2,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=0.5,
+            learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-    )
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if source is None else str(source))
     session = session_of(trainer.accelerator)
     assert (session is not None) == offload
@@ -322,25 +304,24 @@ class Sharded(Behaviour):
 
 
 def lightning_fit(
-    family: str, behaviour: type, strategy: Any, folder: Path, source: Path | None, **options: Any
+    family: str,
+    behaviour: type,
+    strategy: Any,
+    place: Path,
+    name: str,
+    resumed: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train two epochs with accumulation, or the second from a checkpoint of the first."""
+    """Train two epochs with accumulation, or the second from the checkpoint of another run."""
     pl = importlib.import_module(family)
     pl.seed_everything(5, verbose=False)
     module = type("Module", (behaviour, pl.LightningModule), {})()
     trainer = pl.Trainer(
-        strategy=strategy,
-        devices=2,
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=3,
-        logger=False,
-        callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, ckpt_path=None if source is None else source / "epoch=0.ckpt")
+        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, accumulate_grad_batches=3,
+        callbacks=[pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=None if resumed is None else place / resumed / "epoch=0.ckpt")
     engine = getattr(trainer.strategy, "offload_engine", None)
     states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))
     if behaviour is not Sharded and not trainer.is_global_zero:
@@ -353,65 +334,56 @@ def lightning_fit(
 
 def with_lightning(rank: int, directory: Path) -> None:
     """Data-parallel and sharded; the second install gets a short run."""
-    data_parallel(rank, directory / "whole", FAMILIES[0], short=False)
-    fsdp(rank, directory / "sharded", FAMILIES[0])
-    data_parallel(rank, directory / "short", FAMILIES[1], short=True)
+    runs = [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")]
+    data_parallel(FAMILIES[0], directory / "clipped", 0.5, runs)
+    data_parallel(FAMILIES[0], directory / "eager", None, [("eager", "ours", None)])
+    fsdp(rank, FAMILIES[0], directory / "sharded")
+    data_parallel(FAMILIES[1], directory / "short", 0.5, runs[:1])
 
 
-def data_parallel(rank: int, directory: Path, family: str, short: bool) -> None:
-    """Two processes with "ddp" and with ours: accumulation, clipping, a checkpoint, resumed."""
-    directory.mkdir(exist_ok=True)
-    runs: dict[float | None, list[tuple[str, str, str | None]]] = {
-        0.5: [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")],
-        None: [("eager", "eager", None)],
-    }
-    if short:
-        runs = {0.5: runs[0.5][:1]}
-    for clip, cases in runs.items():
-        place = directory / str(clip)
-        options = {"gradient_clip_val": clip}
-        plain = lightning_fit(family, Behaviour, "ddp", place / "plain", None, **options)
-        for overlap, name, resume in cases:
-            source = None if resume is None else place / resume
-            given = strategy_class(family)(config(directory, overlap))
-            ours = lightning_fit(family, Behaviour, given, place / name, source, **options)
-            check_with_strategy(plain, ours, clip, overlap, name)
-    files = [directory / "0.5" / name / "epoch=0.ckpt" for name in ("plain", "ours")]
+def data_parallel(
+    family: str, place: Path, clip: float | None, runs: Iterable[tuple[str, str, str | None]]
+) -> None:
+    """Two processes with "ddp" and with ours, from the start and from each other's checkpoints."""
+    place.mkdir(exist_ok=True)
+    options = {"gradient_clip_val": clip}
+    plain = lightning_fit(family, Behaviour, "ddp", place, "plain", **options)
+    for overlap, name, resumed in runs:
+        strategy = strategy_class(family)(config(place, overlap))
+        ours = lightning_fit(family, Behaviour, strategy, place, name, resumed, **options)
+        check_with_strategy(plain, ours, place, overlap, name)
+    files = [place / name / "epoch=0.ckpt" for name in ("plain", "ours")]
     one, other = (torch.load(file, weights_only=False) for file in files)
     assert [key for key in one if not same(one[key], other[key])] in ([], ["callbacks"])
     dist.barrier()
-    if rank == 0:
-        for folder in map(str, runs):
-            shutil.rmtree(directory / folder)
 
 
-def fsdp(rank: int, directory: Path, family: str) -> None:
+def fsdp(rank: int, family: str, directory: Path) -> None:
     """Two processes with Lightning's model-parallel strategy and with ours; checkpoints too."""
     directory.mkdir(exist_ok=True)
     pl = importlib.import_module(family)
     ours_of = strategy_class(family, "SSDOffloadFSDPStrategy")
-    for one_file, cases in (
-        (True, [("off", "ours", None), ("eager", "again", "ours")]),
-        (False, [("commit", "ours", None), ("commit", "of plain", "plain")]),
+    for kind, runs in (
+        ("file", [("off", "ours", None), ("eager", "again", "ours")]),
+        ("folder", [("commit", "ours", None), ("commit", "of plain", "plain")]),
     ):
-        place = directory / str(one_file)
-        options: dict[str, Any] = {"save_distributed_checkpoint": not one_file}
+        place = directory / kind
+        options: dict[str, Any] = {"save_distributed_checkpoint": kind == "folder"}
         parallel = pl.strategies.ModelParallelStrategy(2, 1, **options)
-        plain = lightning_fit(family, Sharded, parallel, place / "plain", None)
-        for overlap, name, resume in cases:
+        plain = lightning_fit(family, Sharded, parallel, place, "plain")
+        for overlap, name, resumed in runs:
             settings, moved = config(directory, overlap), ["activations", "optimizer"]
             if name == "again":  # from a checkpoint without streamed weights
                 settings["parameters"] = STREAMED
                 moved.append("parameters")
             use(settings)
             # By its name it saves folders.
-            given = ours_of(**options) if one_file else "ssd_offload_fsdp"
-            source = None if resume is None else place / resume
-            ours = lightning_fit(family, Sharded, given, place / name, source)
-            check_with_strategy(plain, ours, one_file, name, kind="FSDP", moved=moved)
+            strategy = ours_of(**options) if kind == "file" else "ssd_offload_fsdp"
+            ours = lightning_fit(family, Sharded, strategy, place, name, resumed)
+            check_with_strategy(plain, ours, place, name, kind="FSDP", moved=moved)
     if rank == 0:  # a folder of parts becomes what is saved in one file
-        consolidate(directory / "False" / "ours" / "epoch=0.ckpt", directory / "one.ckpt")
-        files = directory / "one.ckpt", directory / "True" / "plain" / "epoch=0.ckpt"
+        consolidate(directory / "folder" / "ours" / "epoch=0.ckpt", directory / "one.ckpt")
+        files = directory / "one.ckpt", directory / "file" / "plain" / "epoch=0.ckpt"
         one, plain = (torch.load(file, weights_only=False) for file in files)
         keys = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
         assert [key for key in keys if not same(plain[key], one[key])] == []

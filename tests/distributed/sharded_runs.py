@@ -131,32 +131,29 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 #: Small blocks, of which two are in memory.
 STREAMED = {"enabled": True, "min_size": "1KiB", "blocks_in_flight": 2}
+#: What is saved with offload: without streamed weights, and with them.
+KINDS: dict[str, dict[str, Any]] = {"commit": {"enabled": False}, "streamed": STREAMED}
+
+
+def engine_of(directory: Path, overlap: str, parameters: dict[str, Any]) -> OffloadEngine:
+    return OffloadEngine({**config(directory, overlap), "parameters": parameters})
 
 
 def offloaded(
     directory: Path,
     case: Any,
-    overlap: str,
     plain: dict[str, Any],
     run: Callable[..., Any],
-    parameters: dict[str, Any] | None = None,
+    overlap: str = "commit",
+    parameters: dict[str, Any] = KINDS["commit"],
 ) -> dict[str, Any]:
     """Check a run with offload against a plain one, and return it."""
-    settings = {**config(directory, overlap), "parameters": parameters or {"enabled": False}}
-    with OffloadEngine(settings) as engine:
+    with engine_of(directory, overlap, parameters) as engine:
         ours = run(engine)
-    moved = {"activations", "optimizer"} - ({"optimizer"} if "SGD" in str(case) else set())
-    check(
-        (case, overlap),
-        plain,
-        ours,
-        moved=moved | ({"parameters"} if parameters is STREAMED else set()),
-    )
+    moved = ["activations"] + ["optimizer"] * ("SGD" not in str(case))
+    moved += ["parameters"] * (parameters is STREAMED)
+    check((case, overlap), plain, ours, moved=moved)
     return ours
-
-
-#: What is saved with offload: without streamed weights, and with them.
-KINDS: dict[str, dict[str, Any]] = {"commit": {"enabled": False}, "streamed": STREAMED}
 
 
 def against_plain(rank: int, directory: Path) -> None:
@@ -166,8 +163,8 @@ def against_plain(rank: int, directory: Path) -> None:
         plain = run(None)
         for overlap in overlaps:
             kinds = [
-                offloaded(directory, case, overlap, plain, run, parameters)
-                for parameters in (None, STREAMED)
+                offloaded(directory, case, plain, run, overlap, parameters)
+                for parameters in KINDS.values()
             ]
             metrics = [ours["metrics"] for ours in kinds]
             if overlap == "commit" and "clip" not in case:
@@ -195,46 +192,39 @@ def loaded(rank: int, directory: Path) -> None:
         with OffloadEngine(config(directory, "off")) as engine:
             engine.save_weights(Net(), source)
     dist.barrier()
-    for case, kinds in (({"source": source}, (None, STREAMED)), ({"meta": True}, (STREAMED,))):
+    for case, kinds in (({"source": source}, KINDS), ({"meta": True}, ["streamed"])):
         run = partial(train, rank, **case)
         plain = run(None)
-        for parameters in kinds:
-            offloaded(directory, str(case), "commit", plain, run, parameters)
+        for kind in kinds:
+            offloaded(directory, str(case), plain, run, parameters=KINDS[kind])
 
 
 def first_half(rank: int, directory: Path) -> None:
     """Train half of the steps and save, without offload and with it."""
     train(rank, None, steps=FIRST_HALF, save_to=directory / "checkpoint-None")
     for saved, parameters in KINDS.items():
-        with OffloadEngine({**config(directory, "commit"), "parameters": parameters}) as engine:
+        with engine_of(directory, "commit", parameters) as engine:
             train(rank, engine, steps=FIRST_HALF, save_to=directory / f"checkpoint-{saved}")
 
 
 def second_half(rank: int, directory: Path, source: str) -> None:
     """Load what two ranks saved, with and without offload; train the other half."""
-    runs: dict[str | None, Callable[..., Any]] = {
-        saved: partial(
-            train, rank, steps=SECOND_HALF, checkpoint=Path(source) / f"checkpoint-{saved}"
-        )
-        for saved in (None, *KINDS)
-    }
-    plain = runs[None](None)
-    check("plain of streamed", plain, runs["streamed"](None), moved=())
-    for saved, parameters in (
-        (None, KINDS["commit"]),
-        (None, STREAMED),
-        ("commit", STREAMED),
-        ("streamed", KINDS["commit"]),
-    ):
-        offloaded(directory, saved, "commit", plain, runs[saved], parameters)
+
+    def run(saved: str | None, engine: OffloadEngine | None) -> dict[str, Any]:
+        checkpoint = Path(source) / f"checkpoint-{saved}"
+        return train(rank, engine, steps=SECOND_HALF, checkpoint=checkpoint)
+
+    plain = run(None, None)
+    check("plain of streamed", plain, run("streamed", None), moved=())
+    for saved, kind in (
+        (None, "commit"), (None, "streamed"), ("commit", "streamed"), ("streamed", "commit"),
+    ):  # fmt: skip
+        offloaded(directory, saved, plain, partial(run, saved), parameters=KINDS[kind])
     if dist.get_world_size() == 4:
         net = Net()
         fully_shard(net, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-        settings = {**config(directory, "commit"), "parameters": STREAMED}
-        with (
-            OffloadEngine(settings) as engine,
-            pytest.raises(ConfigError, match="reshard_after_forward=N"),
-        ):
+        refused = pytest.raises(ConfigError, match="reshard_after_forward=N")
+        with engine_of(directory, "commit", STREAMED) as engine, refused:
             engine.attach(net)
 
 
@@ -269,7 +259,7 @@ def tensor_parallel(rank: int, directory: Path) -> None:
 
     plain = run(None)
     for overlap in ("commit", "eager"):
-        offloaded(directory, "tensor parallel", overlap, plain, run)
+        offloaded(directory, "tensor parallel", plain, run, overlap)
 
 
 def refusals(rank: int, directory: Path) -> None:

@@ -1,5 +1,8 @@
 """A reader who follows a page: saves its files, types its commands, and compares what they print.
 
+A fenced block with a title is a file that the reader saves under that name. A block of `console` is
+typed: lines after `$ ` are commands, and the others are what they print.
+
 Python scripts and `ssd-offload` run in processes that are forked from one which has imported torch
 and the frameworks, because most of the time would go into that. Other commands run as they are.
 """
@@ -14,11 +17,11 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-
-from tests.docs.blocks import Block, missing, typed_in
+from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [
@@ -30,6 +33,67 @@ PRELOADED = [
 ]
 _TIMEOUT_SECONDS = 600
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)")
+_FENCE = re.compile(r"^( *)```(\S+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r'title="([^"]+)"')
+#: A figure and its unit; also a version, and a number in hexadecimal or with an exponent.
+_FIGURE = re.compile(
+    r"0x[\da-f.]+p[-+]\d+|-?\d[\d.,:]*(?:e[-+]?\d+)?(?: ?(?:[KMGT]i?B(?:/s)?|[mµ]?s|h|B|%)\b)?"
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where it is, its language, the name to save it under, and its text."""
+
+    place: str
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yield the blocks of a page, also those inside of tabs and notes."""
+    text = page.read_text(encoding="utf-8")
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        title = _TITLE.search(match[3])
+        code = dedent(match[4])
+        yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, code)
+
+
+def typed_in(block: Block) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of a block of `console`, with the lines of output that the page shows."""
+    lines = block.text.splitlines()
+    while lines:
+        first = lines.pop(0)
+        assert first.startswith("$ "), f"{block.place}: {first!r} follows no command"
+        command = first[2:]
+        while command.endswith("\\"):
+            command = command[:-1] + lines.pop(0)
+        shown = []
+        while lines and not lines[0].startswith("$ "):
+            shown.append(lines.pop(0))
+        yield command, shown
+
+
+def without_figures(line: str) -> str:
+    """Replace what differs between two runs or machines, and spaces that line columns up."""
+    return re.sub(r"[ \-]{2,}", " ", _FIGURE.sub("#", line)).strip()
+
+
+def missing(shown: list[str], printed: str) -> list[str]:
+    """Return the lines that were not printed, in this order and figures aside.
+
+    The page may leave lines out, or the end of a line, and says so with `...`.
+    """
+    remaining = iter([without_figures(line) for line in printed.splitlines()])
+    wanted = [line for line in shown if line.strip() not in ("", "...")]
+    return [line for line in wanted if not any(_matches(line, each) for each in remaining)]
+
+
+def _matches(shown: str, printed: str) -> bool:
+    wanted = without_figures(shown.removesuffix("..."))
+    return printed.startswith(wanted) if shown.endswith("...") else printed == wanted
 
 
 class Reader:
@@ -52,10 +116,10 @@ class Reader:
     def follow(self, block: Block) -> None:
         """Save a file or type commands; complain if a command fails or prints something else."""
         if block.language == "console":
-            for typed in typed_in(block):
-                status, printed = self._type(typed.command)
-                assert status == 0, f"{block.place}: $ {typed.command}\n{printed}"
-                absent = missing(typed.shown, self._as_on_the_page(printed))
+            for command, shown in typed_in(block):
+                status, printed = self._type(command)
+                assert status == 0, f"{block.place}: $ {command}\n{printed}"
+                absent = missing(shown, printed.replace(f"{self.disk}/", "/mnt/"))
                 assert not absent, f"{block.place}: {absent} is not in\n{printed}"
         else:
             assert block.language in {"python", "yaml"}, f"{block.place}: {block.language}"
@@ -73,9 +137,6 @@ class Reader:
 
     def _as_here(self, text: str) -> str:
         return text.replace("/mnt/", f"{self.disk}/")
-
-    def _as_on_the_page(self, text: str) -> str:
-        return text.replace(f"{self.disk}/", "/mnt/")
 
     def _type(self, command: str) -> tuple[int, str]:
         self._commands.append(command)
@@ -105,19 +166,12 @@ class Reader:
                 process.kill()
                 process.join()
             return process.exitcode or 0, output.read_text(encoding="utf-8", errors="replace")
-        done = subprocess.run(
-            words,
-            cwd=self.home,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-        return done.returncode, done.stdout
+        with open(output, "wb") as file:
+            done = subprocess.run(
+                words, cwd=self.home, env=os.environ | environment, timeout=_TIMEOUT_SECONDS,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return done.returncode, output.read_text(encoding="utf-8", errors="replace")
 
 
 def _run(words: Sequence[str], environment: dict[str, str], home: Path, output: Path) -> None:

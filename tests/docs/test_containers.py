@@ -10,8 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -45,51 +45,45 @@ exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """
 
 
-@pytest.fixture
 def inside() -> list[str]:
     """The words that run a command in such a namespace; /tmp is hidden in it."""
-    namespace = ["unshare", "--mount", "--map-root-user"]
-    if not shutil.which("unshare") or not shutil.which("setpriv"):
-        pytest.skip("needs unshare and setpriv (util-linux)")
     if any(Path(place).resolve().is_relative_to("/tmp") for place in (ROOT, sys.prefix)):
         pytest.skip("the sources or the environment are in /tmp, which is hidden")
-    probe = subprocess.run(
-        [*namespace, "mount", "-t", "tmpfs", "tmpfs", "/tmp"], capture_output=True, text=True
-    )
-    if probe.returncode != 0:
-        pytest.skip(f"this system allows no mounts in a namespace: {probe.stderr.strip()}")
+    if not shutil.which("unshare") or not shutil.which("setpriv"):
+        pytest.skip("needs unshare and setpriv (util-linux)")
+    namespace = ["unshare", "--mount", "--map-root-user"]
+    probe = [*namespace, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+    done = subprocess.run(probe, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"this system allows no mounts in a namespace: {done.stderr.strip()}")
     return [*namespace, "bash", "-c", CONTAINER, "bash"]
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A folder on a disk, outside of what is hidden."""
-    home = Path("/var/tmp") / f"offload-container-{os.getpid()}"
-    for folder in ("low", "up", "work", "layer"):
-        (home / folder).mkdir(parents=True)
-    yield home
-    shutil.rmtree(home)
-
-
 @pytest.mark.slow
-def test_training_works_in_a_container_whose_layer_doctor_names(
-    inside: list[str], home: Path
-) -> None:
-    (home / "train.py").write_text(TRAINING)
+def test_training_works_in_a_container_whose_layer_doctor_names() -> None:
+    container = inside()
     usual = {k: v for k, v in os.environ.items() if k not in ("TMPDIR", "SSD_OFFLOAD_DIR")}
-    usual |= {"PYTHONPATH": str(ROOT), "HOME": str(home), "COLUMNS": "300"}
 
     def run(*words: str, **variables: str) -> str:
-        command = [*inside, sys.executable, *words]
+        environment = {**usual, "PYTHONPATH": str(ROOT), "HOME": home, "COLUMNS": "300"}
         done = subprocess.run(
-            command, cwd=home, env=usual | variables, capture_output=True, text=True
+            [*container, sys.executable, *words],
+            cwd=home,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert run("train.py").splitlines() == ["the default is in /var/tmp", "trained: True"]
-    assert "trained: True" in run("train.py", SSD_OFFLOAD_DIR=str(home / "layer"))
-    assert list((home / "up").iterdir()) == []
-    printed = run("-m", "offload_strategy.cli", "doctor", str(home / "layer"))
-    assert f"warning  {home}/layer: file system: overlay, a container's own layer" in printed
+    with TemporaryDirectory(dir="/var/tmp") as home:  # on a disk, outside of what is hidden
+        for folder in ("low", "up", "work", "layer"):
+            Path(home, folder).mkdir()
+        up, layer = Path(home, "up"), Path(home, "layer")
+        Path(home, "train.py").write_text(TRAINING)
+        assert run("train.py").splitlines() == ["the default is in /var/tmp", "trained: True"]
+        assert "trained: True" in run("train.py", SSD_OFFLOAD_DIR=str(layer))
+        assert list(up.iterdir()) == []
+        printed = run("-m", "offload_strategy.cli", "doctor", str(layer))
+    assert f"warning  {layer}: file system: overlay, a container's own layer" in printed
     assert "Training works here" in printed

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import blocks_of, missing
-from tests.docs.reader import ROOT, Reader
+from tests.docs.reader import ROOT, Reader, blocks_of, missing
 
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md"))]
@@ -29,15 +28,11 @@ def test_a_reader_can_follow_the_page(
     reader = Reader(tmp_path, tmp_path / "mnt")
     for block in blocks_of(page):
         reader.follow(block)
+    assert reader.followed > 0 or page.stem == "index"
     assert reader.unused() == set(), "files that a reader saves and never uses"
     opened = [line for line in page.read_text().splitlines() if line.strip().startswith("```")]
     assert 2 * reader.followed == len(opened), "blocks that were not run"
     record_property("executed_blocks", reader.followed)
-
-
-def test_start_and_tutorials_have_blocks() -> None:
-    without = {page.name for page in PAGES if not any(blocks_of(page))}
-    assert without <= {"index.md"}
 
 
 def test_what_a_page_shows_is_compared_without_figures_and_in_order() -> None:

@@ -9,23 +9,28 @@ import os
 import re
 import runpy
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from offload_strategy.engine.run_report import RunReport
+from offload_strategy.examples.corpus import read_corpus
+from offload_strategy.examples.gpt import GPT, GPTConfig
 from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.support import OFFLOAD_ALL, environment, tensorboard_scalars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EXAMPLES = ROOT / "examples"
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
-
-SMALL = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
-HARD = [*SMALL, "--accumulate=4", "--clip=1.0"]
+HARD = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
+HARD += ["--accumulate=4", "--clip=1.0"]
+CONFIG = f"--config={json.dumps(OFFLOAD_ALL)}"
 
 
 def losses(printed: str) -> list[str]:
@@ -38,6 +43,14 @@ def losses(printed: str) -> list[str]:
 def logged(folder: Path) -> dict[str, float]:
     """The last value of every scalar in the TensorBoard files below a folder."""
     return {name: points[-1][1] for name, points in tensorboard_scalars(folder).items()}
+
+
+def run_as_main(run: Callable[..., Any], what: str, *arguments: str) -> str:
+    """Run a script or a module; what it printed."""
+    sys.argv = [what, *HARD, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run(what, run_name="__main__")
+    return output.getvalue()
 
 
 def assert_moved(metrics: dict[str, float]) -> None:
@@ -56,12 +69,8 @@ def main_job(rank: int, directory: Path) -> str:
     home.mkdir()
     os.chdir(home)
     os.environ.update(environment(home))
-    script = EXAMPLES / "lightning_gpt.py"
-    config = f"--config={json.dumps(OFFLOAD_ALL)}"
-    sys.argv = [str(script), *HARD, config, "--json=figures.json"]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        runpy.run_path(str(script), run_name="__main__")
-    return output.getvalue()
+    script = str(ROOT / "examples" / "lightning_gpt.py")
+    return run_as_main(runpy.run_path, script, CONFIG, "--json=figures.json")
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
@@ -72,20 +81,13 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
     home = tmp_path / "home"
     figures = json.loads((home / "figures.json").read_text())
     assert f"tensors go to {home};" in printed
-    for label in (
-        "training loss",
-        "validation loss",
-        "tokens per second",
-        "activations: written / read",
-        "optimizer: written / read",
-        "share of transfer time hidden",
-        "peak memory",
-        "mmap threshold",
-        "What the model wrote",
-        "tensorboard.main --logdir logs",
+    labels = [
+        "training loss", "validation loss", "tokens per second", "activations: written / read",
+        "optimizer: written / read", "share of transfer time hidden", "peak memory",
+        "mmap threshold", "What the model wrote", "tensorboard.main --logdir logs",
         "ssd-offload report logs/run.json",
-    ):
-        assert label in printed
+    ]  # fmt: skip
+    assert [label for label in labels if label not in printed] == []
     assert "The first 12 losses are the same to the last bit." in printed
     assert_moved(figures["metrics"])
     report = RunReport.load(home / "logs" / "run.json")
@@ -109,25 +111,21 @@ def three_loops(rank: int, directory: Path) -> list[str]:
     os.chdir(directory)
     variables = environment_for(str(directory / "with.yaml"))
     printed = []
-    for name, options, more in (
-        ("accelerate_train", ["--logdir=with"], variables),
-        ("accelerate_train", ["--logdir=without"], {}),
-        ("pytorch_loop", [f"--config={json.dumps(OFFLOAD_ALL)}"], {}),
+    for name, option, more in (
+        ("accelerate_train", "--logdir=with", variables),
+        ("accelerate_train", "--logdir=without", {}),
+        ("pytorch_loop", CONFIG, {}),
     ):
         forget_accelerator()
         for variable in variables:
             os.environ.pop(variable, None)
         os.environ.update(environment(directory), ACCELERATE_USE_CPU="true", **more)
-        sys.argv = [name, *HARD, "--hex", *options]
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            runpy.run_module(f"offload_strategy.examples.{name}", run_name="__main__")
-        printed.append(output.getvalue())
+        module = f"offload_strategy.examples.{name}"
+        printed.append(run_as_main(runpy.run_module, module, "--hex", option))
     return printed
 
 
-def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
-    tmp_path: Path,
-) -> None:
+def test_loops_give_the_same_losses_with_and_without_offload(tmp_path: Path) -> None:
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     (tmp_path / "with.yaml").write_text(yaml.dump({**content, "ssd_offload_config": OFFLOAD_ALL}))
     where = "tests.examples.test_examples:three_loops"
@@ -140,8 +138,8 @@ def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
     assert scalars["train/loss"] == pytest.approx(float.fromhex(expected[-1]))
     assert not any(key.startswith("offload/") for key in scalars)
     moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", printed[2], re.MULTILINE))
-    assert float(moved["offload/activations/written_bytes"]) > 0
-    assert float(moved["offload/optimizer/written_bytes"]) > 0
+    for client in ("activations", "optimizer"):
+        assert float(moved[f"offload/{client}/written_bytes"]) > 0
 
 
 # ---------------------------------------------------------------------- the figures
@@ -152,10 +150,8 @@ def test_the_memory_benchmark_compares_every_loss_and_all_parameters(
 ) -> None:
     from benchmarks import demo_memory
 
-    figures = {
-        **{"parameters_sha256": "a", "allocator": "glibc", "config": "{}", "parameters": 7},
-        **{"losses": [3.0, 2.0], "validation_losses": [], "peak_bytes": 8},
-    }
+    figures = {"parameters_sha256": "a", "allocator": "glibc", "config": "{}", "parameters": 7}
+    figures |= {"losses": [3.0, 2.0], "validation_losses": [], "peak_bytes": 8}
     monkeypatch.setattr(demo_memory, "train", lambda *_: dict(figures))
     monkeypatch.setattr(sys, "argv", ["demo_memory", "--repeats=1", "--steps=2"])
     assert demo_memory.main() == 0
@@ -163,3 +159,38 @@ def test_the_memory_benchmark_compares_every_loss_and_all_parameters(
     losses = iter(([3.0, 2.0], [3.0, 1.0]))
     monkeypatch.setattr(demo_memory, "train", lambda *_: {**figures, "losses": next(losses)})
     assert demo_memory.main() == 1
+
+
+# ---------------------------------------------------------------------- text and model
+
+
+def test_the_corpus_is_large_repeatable_and_split_by_file() -> None:
+    training, validation = read_corpus("train"), read_corpus("validation")
+    assert len(training) > 2_000_000
+    assert 0.02 < len(validation) / len(training) < 0.3
+    assert torch.equal(validation, read_corpus("validation"))
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = (library / "argparse.py").read_bytes()
+    found = [text in bytes(split.numpy()) for split in (training, validation)]
+    assert sorted(found) == [False, True]
+
+
+def test_a_python_without_sources_is_refused_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        read_corpus("train")
+
+
+def test_the_model_sees_no_byte_that_is_yet_to_come_and_repeats_what_it_writes() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, context=16))
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = 7
+    assert torch.equal(model(tokens)[:, :10], model(changed)[:, :10])
+    assert not torch.equal(model(tokens)[:, 10:], model(changed)[:, 10:])
+    text = model.generate(b"def ", 20)
+    assert len(text) == 20
+    assert text == model.generate(b"def ", 20)

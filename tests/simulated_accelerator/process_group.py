@@ -32,6 +32,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
+def at_once(collective: Callable[[], None], number: int) -> None:
+    """Run a collective when its stream comes to it."""
+    collective()
+
+
 BACKEND = "simccl"
 
 
@@ -41,14 +46,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         # The host and the stream's thread may have a collective under way at the same time.
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)
-        self._gloo_of_host = dist.ProcessGroupGloo(
-            dist.PrefixStore("host", store), rank, size, timeout
+        self._gloo, self._gloo_of_host = (
+            dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+            for name in ("device", "host")
         )
         self._stream: torch.Stream | None = None
         self._name = ""
         #: Called with each collective and its number, on the thread of the stream; tests set it.
-        self.delayed: Callable[[Callable[[], None], int], None] | None = None
+        self.delayed: Callable[[Callable[[], None], int], None] = at_once
         self.number = 0
 
     def _run(self, result: Any, collective: Callable[..., Any], *given: Any) -> Any:
@@ -74,10 +79,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _execute(self, collective: Callable[..., Any], number: int, given: Any) -> None:
         on_host = partial(collective, self._gloo, *tree_map_only(torch.Tensor, _on_host, given))
-        if self.delayed is None:
-            on_host()
-        else:
-            self.delayed(on_host, number)
+        self.delayed(on_host, number)
 
     # ------------------------------------------------------------------ collectives
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -99,38 +101,29 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return self._run(tensors, lambda gloo, ours: gloo.broadcast(ours, opts).wait(), tensors)
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        return self._run(outputs, lambda gloo, *both: gloo.allgather(*both).wait(), outputs, inputs)
+    def allgather(self, out: list[list[torch.Tensor]], given: Any, opts: Any = None) -> Any:
+        return self._run(out, lambda gloo, *both: gloo.allgather(*both).wait(), out, given)
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        def collective(gloo: Any, output: torch.Tensor, given: torch.Tensor) -> None:
-            gloo.allgather([list(output.view(-1).chunk(self.size()))], [given.view(-1)]).wait()
+    def _allgather_base(self, out: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
+        def collective(gloo: Any, out: torch.Tensor, given: torch.Tensor) -> None:
+            gloo.allgather([list(out.view(-1).chunk(self.size()))], [given.view(-1)]).wait()
 
-        return self._run(output, collective, output, given)
+        return self._run(out, collective, out, given)
 
     all_gather_single = _allgather_base
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> Any:
-        def collective(gloo: Any, output: torch.Tensor, given: torch.Tensor) -> None:
+    def _reduce_scatter_base(self, out: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
+        def collective(gloo: Any, out: torch.Tensor, given: torch.Tensor) -> None:
             whole = given.clone()
             self._reduce(gloo, [whole], opts)
-            output.view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
+            out.view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
 
-        return self._run(output, collective, output, given)
+        return self._run(out, collective, out, given)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
-    ) -> Any:
-        def collective(gloo: Any, *both: Any) -> None:
-            gloo.scatter(*both, opts).wait()
-
-        return self._run(outputs, collective, outputs, inputs)
+    def scatter(self, out: list[torch.Tensor], given: list[list[torch.Tensor]], opts: Any) -> Any:
+        return self._run(out, lambda gloo, *both: gloo.scatter(*both, opts).wait(), out, given)
 
     def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()
@@ -138,7 +131,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ what torch asks
     def getBackendName(self) -> str:
-        return "simccl"
+        return BACKEND
 
     def setGroupName(self, name: str) -> None:
         self._name = name

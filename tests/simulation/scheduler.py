@@ -17,6 +17,8 @@ from random import Random
 from timeit import default_timer
 from typing import Any
 
+import pytest
+
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 #: Seconds that pass at each change of threads.
@@ -44,10 +46,6 @@ class Strand:
         self.ident = threading.get_ident()
 
 
-def _nothing() -> None:
-    pass
-
-
 class _Carrier(threading.Thread):
     """A thread of the system, which is used again: to start one takes long."""
 
@@ -56,13 +54,14 @@ class _Carrier(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="simulated", daemon=True)
         self.strand = Strand("", -1)
-        self.main: Callable[[], None] = _nothing
+        self.main: Callable[[], None] | None = None
         self.start()
 
     def run(self) -> None:
         self.strand.ident = threading.get_ident()
         while True:
             self.strand.go.acquire()
+            assert self.main is not None
             self.main()
 
 
@@ -209,7 +208,7 @@ class Scheduler:
             thread.alive.taken = False
             self.strands.remove(strand)
             del self._threads[strand]
-            carrier.main = _nothing  # a world must not live until the carrier's next thread
+            carrier.main = None  # a world must not live until the carrier's next thread
             _Carrier.idle.append(carrier)
             following = self._main if self.failure is not None else self._pick()
             self.current = following
@@ -320,17 +319,10 @@ _SHIMS: dict[int, Any] = {
 @contextmanager
 def simulated_threads() -> Iterator[None]:
     """Within this, the package's locks, threads, sleeps and clock belong to `Shim.scheduler`."""
-    changed = [
-        (vars(module), name, value)
-        for key, module in list(sys.modules.items())
-        if key.startswith("offload_strategy.")
-        for name, value in list(vars(module).items())
-        if id(value) in _SHIMS
-    ]
-    for names, name, value in changed:
-        names[name] = _SHIMS[id(value)]
-    try:
+    modules = [m for key, m in sys.modules.items() if key.startswith("offload_strategy.")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if id(value) in _SHIMS:
+                    patch.setattr(module, name, _SHIMS[id(value)])
         yield
-    finally:
-        for names, name, value in changed:
-            names[name] = value

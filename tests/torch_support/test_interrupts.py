@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -42,15 +41,6 @@ def test_a_handler_of_the_program_is_called_and_an_ignored_signal_is_left_alone(
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_other_threads_need_no_section():
-    def work():
-        with UninterruptedSection():
-            return "done"
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(work).result() == "done"
 
 
 @contextmanager

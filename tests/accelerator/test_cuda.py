@@ -1,0 +1,141 @@
+"""What only CUDA has: GPUDirect Storage, compiled models, and graphs, which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import OffloadError
+from offload_strategy.io.backends.protocol import available_backends
+from offload_strategy.units import PAGE_BYTES
+from tests.accelerator.support import DEVICE, batch, loss_of, make
+from tests.io.conformance import Conformance, Memory
+from tests.io.conftest import region
+from tests.training import (
+    Numbers,
+    activations_only,
+    backward_history,
+    same_with_and_without,
+    settings,
+)
+
+__all__ = ["region"]
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+
+
+# ---------------------------------------------------------------------- GPUDirect Storage
+class DeviceMemory:
+    """Device memory at a chosen distance from a page's start, with a guard on both sides."""
+
+    def __init__(self, nbytes: int, misalignment: int = 0) -> None:
+        self.nbytes = nbytes
+        self._whole = torch.full(
+            (nbytes + misalignment + 3 * PAGE_BYTES,), 0xA5, dtype=torch.uint8, device="cuda"
+        )
+        self._start = PAGE_BYTES + -self._whole.data_ptr() % PAGE_BYTES + misalignment
+        self.address = self._whole.data_ptr() + self._start
+        torch.accelerator.synchronize()
+
+    @property
+    def _part(self) -> torch.Tensor:
+        return self._whole[self._start : self._start + self.nbytes]
+
+    @property
+    def data(self) -> bytes:
+        return self._part.cpu().numpy().tobytes()
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self._part.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        torch.accelerator.synchronize()
+
+    @property
+    def around(self) -> set[int]:
+        """The values of the bytes before and behind."""
+        behind = self._whole[self._start + self.nbytes :]
+        return set(self._whole[: self._start].tolist()) | set(behind.tolist())
+
+
+class TestHostMemory(Conformance):
+    @pytest.fixture
+    def name(self) -> str:
+        reason = available_backends()["kvikio"]
+        if reason is not None:
+            pytest.skip(f"kvikio: {reason}")
+        return "kvikio"
+
+
+class TestDeviceMemory(TestHostMemory):
+    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
+        return DeviceMemory(nbytes, misalignment)
+
+
+# ---------------------------------------------------------------------- compiled models
+def each_block(model: Any) -> Any:
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": torch.compile, "each block": each_block}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
+    pytest.importorskip("triton", reason="torch.compile needs it on CUDA")
+
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        torch.compiler.reset()
+        base = make(dropout=False)
+        compiled = WAYS[way](base)
+        if engine is not None:
+            engine.attach(compiled)
+        return backward_history(base, lambda step: loss_of(compiled, step))
+
+    figures = same_with_and_without(run, settings(disk, optimizer={"enabled": False}))
+    assert figures["offload/activations/written_bytes"] > 0
+    torch.compiler.reset()
+
+
+# ---------------------------------------------------------------------- CUDA graphs
+def on_another_stream(run: Callable[[], Any]) -> None:
+    """What CUDA wants before a graph is captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.accelerator.synchronize()
+
+
+def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
+    with activations_only(disk) as engine:
+        model = make(engine=engine)
+        inputs = batch(0)
+        on_another_stream(lambda: model(inputs).sum().backward())
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(OffloadError, match="CUDA graph"), torch.cuda.graph(graph):
+            model(inputs)
+        torch.accelerator.synchronize()
+        loss_of(model, 1).backward()  # it goes on without
+
+
+def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
+    with activations_only(disk) as engine, torch.no_grad():
+        model = make(engine=engine).eval()
+        inputs = torch.zeros_like(batch(0))
+        on_another_stream(lambda: model(inputs))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(inputs)
+        inputs.copy_(batch(3))
+        graph.replay()
+        torch.accelerator.synchronize()
+        assert torch.equal(output, model(batch(3)))
