@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        from offload_strategy.cli import bench, doctor, file_commands, init, plan, run
+        from offload_strategy.cli import bench, doctor, file_commands, init, plan
     finally:
         if was_enabled:
             gc.enable()
@@ -58,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     file_commands.add_config_parser(commands)
-    for command in (init, bench, doctor, plan, run):
+    for command in (init, bench, doctor, plan):
         command.add_parser(commands)
+    init.add_run_parser(commands)
     file_commands.add_report_parser(commands)
     file_commands.add_consolidate_parser(commands)
     return parser

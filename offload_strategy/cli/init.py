@@ -1,8 +1,9 @@
-"""`ssd-offload init`: writes a launch file for this machine, or adds its section to one."""
+"""`ssd-offload init | run`: a launch file for this machine, and a process that trains."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.host_memory.c_allocator import launch_environment
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import GiB, format_size
@@ -116,3 +118,25 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
 
 def _gib(nbytes: float) -> str:
     return f"{max(1, int(nbytes / GiB))}GiB"
+
+
+def add_run_parser(commands: Any) -> None:
+    """Add `run` to the subparsers of `ssd-offload`."""
+    parser = commands.add_parser(
+        "run",
+        help="start a training whose process needs less memory",
+        description="Start a command, such as `python train.py`, with settings of the C library's "
+        "allocator that only a new process can have. `accelerate launch` does this by itself.",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="with its arguments")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise ConfigError("run: name the command to start: ssd-offload run python train.py")
+    try:
+        os.execvpe(command[0], command, {**os.environ, **launch_environment()})
+    except OSError as error:
+        raise ConfigError(f"run: {command[0]}: {error.strerror}") from error

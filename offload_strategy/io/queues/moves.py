@@ -13,7 +13,7 @@ from offload_strategy.io.queues.checksums import Digests
 from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
-from offload_strategy.io.regions.extents import Extent
+from offload_strategy.io.regions.region import Extent
 from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 
