@@ -14,7 +14,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from timeit import default_timer as perf_counter
+from typing import TypeVar
 
 from offload_strategy.telemetry import get_logger
 
@@ -28,6 +30,23 @@ SILENT_SECONDS = 30.0
 
 _Job = Callable[[], None]
 _Died = Callable[[BaseException], None] | None
+_Result = TypeVar("_Result")
+
+
+def run_within(seconds: float, call: Callable[[], _Result], name: str) -> _Result:
+    """Call on a thread of its own, which may never come back; TimeoutError after so long."""
+    ended: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    if not wait([ended], seconds).done:
+        raise TimeoutError
+    return ended.result()
 
 
 class ThreadPool:

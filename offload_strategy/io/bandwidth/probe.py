@@ -7,7 +7,6 @@ import mmap
 import os
 import queue
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from timeit import default_timer as perf_counter
@@ -15,6 +14,7 @@ from timeit import default_timer as perf_counter
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend
+from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -61,12 +61,10 @@ def probe(
     run = _Measurement(region, backend, nbytes)
     reach, rates = run.extent.nbytes, {}
     try:
-        for begin, direction in ((0.0, Direction.WRITE), (0.5, Direction.READ)):
-
-            def progress(share: float, begin: float = begin) -> None:
-                on_progress(begin + share / 2)
-
-            nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
+        for done, direction in enumerate((Direction.WRITE, Direction.READ)):
+            nbytes, elapsed, reach = run.stream(
+                direction, reach, seconds, lambda share, done=done: on_progress((done + share) / 2)
+            )
             rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
             # What was never written reads as zeros without touching the disk: read no further.
             run.drop_cached()
@@ -86,7 +84,7 @@ def write_latencies(
 ) -> list[float]:
     """Return how long each of at most so many writes took, one at a time, for `seconds`."""
     latencies: list[float] = []
-    run = _Measurement(region, backend, 64 * nbytes, at_least=nbytes, slot_bytes=nbytes)
+    run = _Measurement(region, backend, 64 * nbytes, slot_bytes=nbytes)
     try:
         places, started, spent = run.extent.nbytes // nbytes, _clock(), 0.0
         while not latencies or (len(latencies) < most and spent < seconds):
@@ -120,15 +118,9 @@ class _Measurement:
     """
 
     def __init__(
-        self,
-        region: Region,
-        backend: Backend,
-        nbytes: int,
-        *,
-        at_least: int = _MIN_BYTES,
-        slot_bytes: int | None = None,
+        self, region: Region, backend: Backend, nbytes: int, slot_bytes: int | None = None
     ) -> None:
-        self.extent = _allocate(region, nbytes, at_least)
+        self.extent = _allocate(region, nbytes, slot_bytes or _MIN_BYTES)
         self._region = region
         # A queue of its own: neither metrics nor the path lock see a measurement.
         self._queue = PathQueue(region, backend, Recorder())
@@ -234,22 +226,11 @@ class _Measurement:
 
     def _sync(self) -> float:
         """Wait until written pages are on the disk; returns when they were."""
-        errors = list[BaseException]()
-
-        def sync() -> None:
-            try:
-                os.fdatasync(self._region.fd)
-            except OSError as error:
-                errors.append(error)
-
-        # Not on this thread, which might never come back.
-        thread = threading.Thread(target=sync, name="ssd-offload-probe", daemon=True)
-        thread.start()
-        thread.join(STALLED_SECONDS)
-        if thread.is_alive():
-            raise self._no_answer()
-        if errors:
-            raise errors[0]
+        sync = partial(os.fdatasync, self._region.fd)
+        try:
+            run_within(STALLED_SECONDS, sync, "ssd-offload-probe")
+        except TimeoutError:
+            raise self._no_answer() from None
         return _clock()
 
     def _no_answer(self) -> StorageError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from timeit import default_timer as perf_counter
@@ -193,12 +192,8 @@ class PathQueue:
                     self._dispatching = False
                     return
                 in_flight = self._take(part)
-            requests = [
-                self._request(part, begin, nbytes, partial(self._block_done, in_flight, part))
-                for part, begin, nbytes in in_flight.blocks
-            ]
             try:
-                self.backend.submit(requests)
+                self.backend.submit([self._request(in_flight, *one) for one in in_flight.blocks])
             except BaseException as error:
                 for part, _, _ in in_flight.blocks:
                     self._count_block(in_flight, part, error)
@@ -240,11 +235,7 @@ class PathQueue:
             self._path_lock.count(nbytes)
 
     def _request(
-        self,
-        part: StripeMove,
-        begin: int,
-        nbytes: int,
-        done: Callable[[BaseException | None], None],
+        self, in_flight: InFlight, part: StripeMove, begin: int, nbytes: int
     ) -> BlockRequest:
         request = BlockRequest(
             write=part.direction is Direction.WRITE,
@@ -253,7 +244,7 @@ class PathQueue:
             address=part.address + begin,
             nbytes=nbytes,
             whole_pages=part.whole_pages,
-            on_done=done,
+            on_done=partial(self._block_done, in_flight, part),
         )
         if part.digests is not None:
             part.digests.add_to(request, begin, self._where)
