@@ -20,8 +20,8 @@ class BlockRequest:
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
-    With `whole_pages` a read may overwrite its memory up to the end of the last page. With
-    `stages`, `before` sets `address` to memory of its own, from which or to which the bytes move.
+    With `whole_pages` a read may overwrite its memory up to the end of the last page. `before` may
+    set `address` to memory of its own, from which or to which the bytes move.
     """
 
     write: bool
@@ -33,7 +33,6 @@ class BlockRequest:
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
     whole_pages: bool = False
-    stages: bool = False
 
 
 class Backend(ABC):

@@ -86,9 +86,10 @@ class MeasuredPaths:
     def save(self) -> None:
         """Save what the run has observed for the next one, once. Never fails."""
         for queue, path in self._paths.items():
-            observed = {way: rate for way in Direction if (rate := _observed(queue, way))}
             after = dict(path.known)
-            for direction, seen in observed.items():
+            for direction in Direction:
+                if (seen := _observed(queue, direction)) is None:
+                    continue
                 before = path.known.get(direction)
                 after[direction] = updated_rate(before, seen.rate, seen.nbytes)
                 logger.info(
@@ -100,7 +101,7 @@ class MeasuredPaths:
                     "" if before is None else f", where {before.rate / 1e9:.4g} was expected",
                     after[direction].rate / 1e9,
                 )
-            if observed:
+            if after != path.known:
                 save_rates(path.identity, after)
         self._paths.clear()
 

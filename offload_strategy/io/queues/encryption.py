@@ -111,7 +111,6 @@ class Tags:
             cipher.decrypt(request, plain, self.unit, self._values[here], where)
 
         request.before, request.after = before, None if request.write else decrypt
-        request.stages = True
 
 
 def _place(request: BlockRequest, begin: int) -> bytes:

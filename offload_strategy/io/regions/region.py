@@ -25,7 +25,7 @@ from offload_strategy.io.regions.block_devices import (
     open_device,
 )
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES, check_directory
-from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, supports_direct_io
+from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, switch_to_direct_io
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 
@@ -208,48 +208,41 @@ class Region:
             )
         if is_memory_filesystem(self.path):
             logger.warning(
-                "tier %r: %s is a file system in main memory: what is written there still uses "
-                "host memory. Name a directory on a disk.",
-                self.tier,
-                self.path,
+                f"tier {self.tier!r}: {self.path} is a file system in main memory: what is written "
+                f"there still uses host memory. Name a directory on a disk."
             )
         return free - RESERVE_BYTES
 
     def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
-        direct_flag = getattr(os, "O_DIRECT", 0)
-        if direct is not False and direct_flag:
-            with contextlib.suppress(OSError):
-                fd = create_unnamed(self.path, direct_flag)
-                try:
-                    if supports_direct_io(fd):
-                        return fd, True
-                except OSError as error:
-                    os.close(fd)
-                    raise ConfigError(
-                        f"tier {self.tier!r}: {self.path} cannot be written and read: "
-                        f"{error.strerror}. Check the disk and the system's log, or name another "
-                        f"directory."
-                    ) from error
-                os.close(fd)
-        if direct is True:
-            raise ConfigError(
-                f"tier {self.tier!r}: {self.path} refuses direct I/O (io.direct: true). Use "
-                f"io.direct: auto for buffered I/O there, or a directory on a local disk."
-            )
-        if direct == "auto":
-            logger.warning(
-                "tier %r: %s does not support direct I/O; using buffered I/O, which also fills "
-                "the page cache.",
-                self.tier,
-                self.path,
-            )
+        """Return a new file, and whether its I/O is direct."""
+        where = f"tier {self.tier!r}: {self.path}"
         try:
-            return create_unnamed(self.path), False
+            fd = create_unnamed(self.path)
         except OSError as error:
             raise ConfigError(
                 f"tier {self.tier!r}: cannot create a file in {self.path}: {error.strerror}. "
                 f"Check the mount and the permissions, or name another directory."
             ) from error
+        try:
+            is_direct = direct is not False and switch_to_direct_io(fd)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{where} cannot be written and read: {error.strerror}. Check the disk and the "
+                f"system's log, or name another directory."
+            ) from error
+        if direct is True and not is_direct:
+            os.close(fd)
+            raise ConfigError(
+                f"{where} refuses direct I/O (io.direct: true). Use io.direct: auto for buffered "
+                f"I/O there, or a directory on a local disk."
+            )
+        if direct == "auto" and not is_direct:
+            text = (
+                "does not support direct I/O; using buffered I/O, which also fills the page cache."
+            )
+            logger.warning("%s %s", where, text)
+        return fd, is_direct
 
     def _reserve(self, end: int) -> None:
         """Grow the file to at least `end`, in large steps, within what is free."""

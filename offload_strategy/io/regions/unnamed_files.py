@@ -16,9 +16,9 @@ from offload_strategy.units import PAGE_BYTES, MiB
 _DIRTY_BYTES = 32 * MiB
 
 
-def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
+def create_unnamed(directory: Path) -> int:
     """Open an owner-only file that vanishes with its last descriptor, also after `kill -9`."""
-    flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
     if unnamed:
         try:
@@ -34,7 +34,7 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
     return fd
 
 
-def supports_direct_io(fd: int) -> bool:
+def _moves_pages(fd: int) -> bool:
     """Whether a page can be written and read back; OSError if the disk fails."""
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
@@ -51,21 +51,26 @@ def supports_direct_io(fd: int) -> bool:
         page.close()
 
 
-def switch_to_direct_io(fd: int) -> None:
-    """Switch an empty file to direct I/O if its file system supports it."""
+def switch_to_direct_io(fd: int) -> bool:
+    """Switch an empty file to direct I/O if its file system supports it; return whether it does.
+
+    Raises OSError if the disk fails.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     if not direct:
-        return
+        return False
     from fcntl import F_GETFL, F_SETFL, fcntl
 
     flags = fcntl(fd, F_GETFL)
     try:
         fcntl(fd, F_SETFL, flags | direct)
     except OSError:
-        return
-    if not supports_direct_io(fd):
-        fcntl(fd, F_SETFL, flags)
-        os.ftruncate(fd, 0)
+        return False
+    if _moves_pages(fd):
+        return True
+    fcntl(fd, F_SETFL, flags)
+    os.ftruncate(fd, 0)
+    return False
 
 
 def grow(fd: int, begin: int, end: int) -> None:
