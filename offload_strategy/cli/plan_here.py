@@ -25,8 +25,7 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.planner.hardware import device, table
 from offload_strategy.planner.request import CpuRequest, Request
-from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.search_result import SearchResult, Space
+from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import format_size, markdown_list

@@ -34,8 +34,7 @@ from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
-from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.search_result import Space
+from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape

@@ -109,19 +109,20 @@ class CopyEngine:
                 entry.copied, entry.window = done, window
             window.add(done, sum(sizes), CopyOut(entries, hosts, done))
             self._largest = max(self._largest, *sizes)
-            self._release(window, max(_WINDOW_BYTES, 2 * self._largest))
+            self._drop_sources(window.release(max(_WINDOW_BYTES, 2 * self._largest)))
+
+    def _window(self) -> SourceWindow | None:
+        return self._windows.get(self._compute().stream_id) if self.asynchronous else None
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
-        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
-        return 0 if window is None else window.nbytes
+        return 0 if (window := self._window()) is None else window.nbytes
 
     def release_sources(self, at_most: int) -> None:
         """Let the compute stream wait for copies until at most so many bytes are referenced."""
-        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
-        if window is not None:
+        if (window := self._window()) is not None:
             with self._lock:
-                self._release(window, at_most)
+                self._drop_sources(window.release(at_most))
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
@@ -137,13 +138,10 @@ class CopyEngine:
                     entries = itertools.chain.from_iterable(copy.entries for copy in window)
                     if any(entry.state is TicketState.FREED for entry in entries):
                         # Backward has used these: nobody else will ever ask for their memory.
-                        self._release(window, 0)
+                        self._drop_sources(window.release())
             while self._released and self._released[0].done.query():
                 for entry in self._released.popleft().entries:
                     entry.copied = None
-
-    def _release(self, window: SourceWindow, at_most: int) -> None:
-        self._drop_sources(window.release(at_most))
 
     def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
         for copy in copies:
