@@ -1,13 +1,6 @@
 """Pipeline schedules of `torch.distributed.pipelining`: the last backward pass of each step.
 
-    stage_module = ...                                     # this rank's part of the model
-    optimizer = engine.attach(stage_module, optimizer)
-    stage = PipelineStage(stage_module, rank, stages, device)
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
-    follow_schedule(engine, schedule)
-
-Activations need only `attach`: each call of the stage's module has its own record, and the order of
-the backward passes is learned from the first steps.
+docs/pipelines.md shows how to use them.
 
 [Note: the last backward]
 Without hints an engine assumes that every backward is the last before `step()`. In a schedule with

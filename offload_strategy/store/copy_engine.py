@@ -188,9 +188,8 @@ class CopyEngine:
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
-        for event in dict.fromkeys(after):
-            if event is not None:
-                incoming.wait_event(event)
+        for event in filter(None, dict.fromkeys(after)):
+            incoming.wait_event(event)
         with using_stream(incoming):
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.copy_(host, non_blocking=True)

@@ -322,7 +322,7 @@ class DeepSpeedSession(Session):
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(config_sections.for_activations(config), metrics_every, accelerator)
 
-    def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+    def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
         """Attach the DeepSpeed engines among the results."""
         import deepspeed
 

@@ -1,13 +1,5 @@
 """The Fabric strategy, shared by `lightning.fabric` and the standalone `lightning_fabric`.
 
-    from lightning.fabric import Fabric
-    from offload_strategy.integrations.fabric import SSDOffloadStrategy
-
-    fabric = Fabric(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or defaults
-    fabric = Fabric(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
-    model, optimizer = fabric.setup(model, optimizer)
-    fabric.log_dict(fabric.strategy.offload_engine.metrics())
-
 [Note: the last micro-batch in Fabric]
 The script has its own loop. `fabric.no_backward_sync` surrounds every micro-batch but the last; for
 a single device Fabric does not ask its strategy, so the method is wrapped. A script that does not

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.lightning.families import FAMILIES
+from offload_strategy.integrations import FAMILIES
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment

@@ -1,12 +1,5 @@
 """The Lightning strategy, shared by `lightning.pytorch` and `pytorch_lightning`.
 
-    from lightning.pytorch import Trainer
-    from offload_strategy.integrations.lightning import SSDOffloadStrategy
-
-    Trainer(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or the defaults
-    Trainer(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
-    Trainer(strategy="ssd_offload", devices=2)            # DistributedDataParallel
-
 [Note: the last micro-batch]
 With automatic optimization Lightning runs `training_step` inside `Strategy.optimizer_step` for the
 last micro-batch before an update and outside of it for the others, also in a partial last group.

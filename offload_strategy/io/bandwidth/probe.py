@@ -59,12 +59,14 @@ def probe(
     if the path is too full, fails, or does not answer for a minute.
     """
     run = _Measurement(region, backend, nbytes)
-    reach, rates = run.extent.nbytes, {}
+    reach, rates = run.extent.nbytes, dict[Direction, MeasuredRate]()
+
+    def progress(share: float) -> None:
+        on_progress((len(rates) + share) / len(Direction))
+
     try:
-        for done, direction in enumerate((Direction.WRITE, Direction.READ)):
-            nbytes, elapsed, reach = run.stream(
-                direction, reach, seconds, lambda share, done=done: on_progress((done + share) / 2)
-            )
+        for direction in (Direction.WRITE, Direction.READ):
+            nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
             rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
             # What was never written reads as zeros without touching the disk: read no further.
             run.drop_cached()

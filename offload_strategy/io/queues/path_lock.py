@@ -51,7 +51,7 @@ class PathLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = os.open(path, os.O_RDONLY)
         self._presence: socket.socket | None = None
         self._pid = os.getpid()
         self._others = 0
@@ -134,14 +134,10 @@ class PathLock:
     def _count_others(self) -> int:
         if self._presence is None:
             return max(0, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) - 1)
-        pids = set()
         with open(_SOCKET_TABLE, errors="replace") as table:
-            for line in table:
-                _, found, rest = line.partition("@" + self._prefix)
-                if found:
-                    pids.add(rest.partition("/")[0])
-        pids.discard(str(self._pid))
-        return len(pids)
+            names = (line.partition("@" + self._prefix)[2] for line in table)
+            pids = {name.partition("/")[0] for name in names if name}
+        return len(pids - {str(self._pid)})
 
 
 def _close_in_child() -> None:

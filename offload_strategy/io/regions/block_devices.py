@@ -55,10 +55,9 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
     With `direct` False, I/O goes through the page cache. Raises ConfigError if it cannot be used.
     """
     where = f"tier {tier!r} (tiers[].path)"
-    flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    flags |= os.O_DIRECT if direct else 0
+    flags = os.O_RDWR | os.O_EXCL | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path, flags | os.O_DIRECT if direct else flags)
     except OSError as error:
         raise ConfigError(f"{where}: {_open_error(path, error)}") from error
     try:

@@ -284,14 +284,13 @@ class ExternalFile:
         self.tier = tier
         self.direct = False
         self.fd = -1
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
         try:
             if direct and hasattr(os, "O_DIRECT"):
                 with contextlib.suppress(OSError):
-                    self.fd = os.open(self.path, flags | os.O_DIRECT)
+                    self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
                     self.direct = True
             if self.fd < 0:
-                self.fd = os.open(self.path, flags)
+                self.fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
         self._status = os.fstat(self.fd)

@@ -18,17 +18,16 @@ _DIRTY_BYTES = 32 * MiB
 
 def create_unnamed(directory: Path) -> int:
     """Open an owner-only file that vanishes with its last descriptor, also after `kill -9`."""
-    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
     if unnamed:
         try:
-            return os.open(directory, flags | unnamed | getattr(os, "O_EXCL", 0), 0o600)
+            return os.open(directory, os.O_RDWR | unnamed | os.O_EXCL, 0o600)
         except OSError as error:
             # Errors of file systems that do not support unnamed files.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     name = directory / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
-    flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(name, flags, 0o600)
     os.unlink(name)
     return fd
