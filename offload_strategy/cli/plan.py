@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from offload_strategy.cli.options import Option, add_options, rate
-from offload_strategy.cli.plan_here import plan_here, request_of
+from offload_strategy.cli.plan_here import plan_here
 from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
@@ -132,7 +132,7 @@ def _plan(options: argparse.Namespace) -> int:
         return _plan_here(options)
     if not options.sequences:
         _require(options, ["sequence"], ", or --sequences")
-    return plan_search(options, request_of(options, _shape(options)))
+    return plan_search(options, _shape(options))
 
 
 def _plan_here(options: argparse.Namespace) -> int:

@@ -25,14 +25,14 @@ import torch
 from torch import nn
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.cli.this_machine import as_drives, known_path
+from offload_strategy.cli.this_machine import as_drives, known_path, this_gpu
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Drive, drive_set
+from offload_strategy.planner.hardware import Drive, device, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import StateType
@@ -74,8 +74,9 @@ def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None
         raise ConfigError(f"{', '.join('--' + name.replace('_', '-') for name in found)}: {why}")
 
 
-def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> int:
+def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
     """Search, print the result and write the config; return 1 if nothing fits."""
+    request = request_of(options, shape)
     if (file := options.write_config) is not None:
         check_writable(file, options.force)
     found = search(request, _space(options))
@@ -120,24 +121,26 @@ _MORE_BYTES = 32 * MiB
 _PROBE_SECONDS = 0.5
 
 
-def cpu_request(
-    options: argparse.Namespace, shape: TransformerShape, *, quickly: bool = False
-) -> CpuRequest:
-    """Return the run, with measured figures of this machine for options that are not given.
+def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
+    """Return the model and the machine: this one, except for what options say of it.
 
-    The cores are measured, except for `--tflops` and `--update-rate`, and so are the paths of
-    `--dir`, unless there is `--ssd`, or `--read` and `--write`. Raises a ConfigError if an option
-    is missing or wrong, and an OffloadError if a path cannot be measured.
+    The paths of `--dir` are measured, unless there is `--ssd`, or `--read` and `--write`, and so
+    are the cores of a machine without a GPU, except for `--tflops` and `--update-rate`. Raises a
+    ConfigError if an option is missing or wrong, and an OffloadError if a path cannot be measured.
     """
-    memory = available_bytes() if options.host_memory is None else options.host_memory
-    drives = drives_of(options)
+    named = options.gpu not in (None, CPU)
+    gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
+    memory = options.host_memory or available_bytes()
+    drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
+    if gpu is not None:
+        return Request(shape, gpu, drives, memory, options.flops)
     longest = max(options.sequences or [options.sequence])
     given = {"flops": options.flops, "update_rate": options.update_rate}
-    cores = measured_cores(shape, longest, quickly=quickly, **given)
+    cores = measured_cores(shape, longest, quickly=not options.search, **given)
     return CpuRequest(shape, cores, drives, memory, options.duplex)
 
 
-def drives_of(options: argparse.Namespace) -> Drive:
+def _drives_of(options: argparse.Namespace) -> Drive:
     """Return drives of the table, or all paths as one drive, with the rates given or measured."""
     if (options.read is None) != (options.write is None):
         raise ConfigError("give both of --read and --write, or none of them")

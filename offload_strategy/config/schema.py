@@ -365,8 +365,8 @@ class OffloadConfig(Section):
     def check_gradients_untouched(self, by: str) -> None:
         """Refuse what reads or scales gradients between backward and `step()`, before any step.
 
-        Raises a ConfigError, which says so `by` name, if `optimizer.overlap` is eager: the update
-        has used them by then.
+        Raises a ConfigError that names it, `by`, if `optimizer.overlap` is eager: the update has
+        used them by then.
         """
         if self.optimizer.enabled and self.optimizer.overlap == "eager":
             raise ConfigError(

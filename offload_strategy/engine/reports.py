@@ -133,7 +133,7 @@ class EngineReports(EngineWeights):
         states, seen = self._optimizers.state_bytes, self._log.middle_step()
         step, comparison = compare_step(self.profile(), activations, self._resources, states, seen)
         profile, updates = step.profile, self._updates_since(latest[0].started_at)
-        without = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+        without = MemoryCurve(profile)
         return replace(
             found,
             timeline=timeline(*latest, profile.others, updates, self._recorder),

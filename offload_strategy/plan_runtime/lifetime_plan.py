@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,6 @@ from offload_strategy.plan_runtime.profile import (
     FORMAT,
     PathRates,
     Profile,
-    TensorLife,
     load_json,
     write_text,
 )
@@ -111,7 +110,7 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
 
     The plan does not fit if all possible moves together are not enough.
     """
-    curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+    curve = MemoryCurve(profile)
     unplanned, moves = curve.peak_bytes, []
     if profile.path is not None:
         planner = _Planner(profile, curve, BookedPath(profile.path), limit)
@@ -264,21 +263,16 @@ def load_plan(file: Path) -> GivenPlan:
 
 
 class MemoryCurve:
-    """Required bytes over a step: of tensors, and of baseline memory, as in `Profile.others`."""
+    """Required bytes over a step: of tensors, and of baseline memory."""
 
-    def __init__(
-        self,
-        tensors: tuple[TensorLife, ...],
-        step_seconds: float,
-        others: Sequence[tuple[float, int]] = (),
-    ) -> None:
+    def __init__(self, profile: Profile) -> None:
         #: Starts of segments, and the end of the step.
-        self.moments = sorted({0.0, step_seconds})
+        self.moments = sorted({0.0, profile.step_seconds})
         self.levels = [0] * (len(self.moments) - 1)
-        ends = [*(moment for moment, _ in others[1:]), step_seconds]
-        for (begin, nbytes), end in zip(others, ends, strict=False):
+        ends = [*(moment for moment, _ in profile.baseline[1:]), profile.step_seconds]
+        for (begin, nbytes), end in zip(profile.baseline, ends, strict=True):
             self.add(begin, end, nbytes)
-        for tensor in tensors:
+        for tensor in profile.tensors:
             self.add(*tensor.uses, tensor.nbytes)
 
     @property

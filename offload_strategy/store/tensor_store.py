@@ -286,14 +286,12 @@ class TensorStore:
             return
         with registry.lock:
             registry.closed = True
-            moving = [(entry, entry.move) for entry in registry.moving]
+            moving = [(entry, move) for entry in registry.moving if (move := entry.move)]
         # Cancel all of them first: each block that ends would start the next queued transfer.
         for _, move in moving:
-            if move is not None:
-                move.cancel()
+            move.cancel()
         for entry, move in moving:
-            if move is not None:
-                self._reader.wait(entry, move)
+            self._reader.wait(entry, move)
         registry.release_written()
         for engine in tuple(self.copies.values()):
             engine.close()

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from timeit import default_timer as perf_counter
 
-from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.backends.protocol import Backend, BlockRequest, Done
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.checksums import DIGESTED_BYTES, BlockCipher, Checksum
 from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
@@ -191,8 +191,12 @@ class PathQueue:
                     self._dispatching = False
                     return
                 in_flight = self._take(part)
+            requests = [
+                self._request(part, begin, nbytes, partial(self._block_done, in_flight, part))
+                for part, begin, nbytes in in_flight.blocks
+            ]
             try:
-                self.backend.submit([self._request(in_flight, *one) for one in in_flight.blocks])
+                self.backend.submit(requests)
             except BaseException as error:
                 for part, _, _ in in_flight.blocks:
                     self._count_block(in_flight, part, error)
@@ -233,9 +237,7 @@ class PathQueue:
         if self._path_lock is not None and part.direction is Direction.READ:
             self._path_lock.count(nbytes)
 
-    def _request(
-        self, in_flight: InFlight, part: StripeMove, begin: int, nbytes: int
-    ) -> BlockRequest:
+    def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
         request = BlockRequest(
             write=part.direction is Direction.WRITE,
             fd=self.region.fd,
@@ -243,7 +245,7 @@ class PathQueue:
             address=part.address + begin,
             nbytes=nbytes,
             whole_pages=part.whole_pages,
-            on_done=partial(self._block_done, in_flight, part),
+            on_done=done,
         )
         if part.digests is not None:
             part.digests.add_to(request, begin, self._where)
