@@ -16,7 +16,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
+from offload_strategy.io.bandwidth.probe import MeasuredPaths
 from offload_strategy.io.queues.checksums import BlockCipher, create_checksum
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue

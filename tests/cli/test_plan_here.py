@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.cli import plan_here, plan_search, this_machine
+from offload_strategy.cli import plan_here, plan_search
+from offload_strategy.cli import plan_search as this_machine
 from offload_strategy.planner.hardware import device, device_called
 from offload_strategy.planner.request import Cores
 from offload_strategy.units import GiB, MiB

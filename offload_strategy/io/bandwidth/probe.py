@@ -1,27 +1,37 @@
-"""A short measurement of a path: how fast it reads and writes, before training relies on it."""
+"""The rates of a run's paths: from earlier runs, a short measurement, and this run itself."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from timeit import default_timer as perf_counter
+from typing import NamedTuple
 
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.backends.thread_pool import run_within
-from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
+from offload_strategy.io.bandwidth.history import (
+    MeasuredRate,
+    PathIdentity,
+    Rates,
+    load_rates,
+    save_rates,
+    updated_rate,
+)
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import Extent, Region
-from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.units import PAGE_BYTES, GiB, KiB, format_size
+from offload_strategy.telemetry import Direction, Recorder, get_logger
+from offload_strategy.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 #: A probe never takes more of a path than this, nor more than this share of what is free.
 MAX_BYTES = 1 * GiB
@@ -130,7 +140,7 @@ class _Measurement:
         block = min(backend.block_size, self.extent.nbytes) // PAGE_BYTES * PAGE_BYTES
         self._slot_bytes = slot_bytes or block
         self._moves: dict[int, Move] = {}  # by slot
-        self._ended: queue.SimpleQueue[tuple[int, Move, float]] = queue.SimpleQueue()
+        self._ended: SimpleQueue[tuple[int, Move, float]] = SimpleQueue()
         try:
             self._memory = _incompressible(self._slots, self._slot_bytes)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -213,7 +223,7 @@ class _Measurement:
         """Wait for the next move that ends; returns its bytes, and when it ended."""
         try:
             slot, move, ended_at = self._ended.get(timeout=STALLED_SECONDS)
-        except queue.Empty:
+        except Empty:
             raise self._no_answer() from None
         region = self._region
         del self._moves[slot]
@@ -243,7 +253,7 @@ class _Measurement:
         )
 
 
-def _note_end(ended: queue.SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
+def _note_end(ended: SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
     # Not a method of the measurement, which must not outlive an error with the moves.
     ended.put((slot, move, _clock()))
 
@@ -261,3 +271,95 @@ def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
         memory.write(block[shift:])
         memory.write(block[:shift])
     return memory
+
+
+logger = get_logger(__name__)
+
+#: Less than this is too little to tell a rate.
+_OBSERVED_SECONDS = 1.0
+_OBSERVED_BYTES = 64 * MiB
+
+
+class RateComparison(NamedTuple):
+    """A known rate and what the run observed while there was a queue; None is unknown."""
+
+    path: Path
+    direction: Direction
+    expected: MeasuredRate | None
+    observed: MeasuredRate | None
+
+
+@dataclass(slots=True)
+class _Path:
+    identity: PathIdentity
+    known: Rates
+
+
+class MeasuredPaths:
+    """The paths of one run, which `processes` use together."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._paths: dict[PathQueue, _Path] = {}
+
+    def add(self, queue: PathQueue, path: Path) -> None:
+        """Add a path as the config names it, and begin with the rates that earlier runs saved."""
+        identity = PathIdentity.of(
+            path, queue.region.fd, processes=self._processes, backend=queue.backend
+        )
+        self._begin_with(queue, _Path(identity, load_rates(identity)))
+
+    def probe(self, queue: PathQueue) -> None:
+        """Probe a path for a moment unless both of its directions are known."""
+        path = self._paths[queue]
+        if len(path.known) < len(Direction):
+            assert isinstance(queue.region, Region)
+            path.known = {**probe(queue.region, queue.backend), **path.known}
+            self._begin_with(queue, path)
+
+    def _begin_with(self, queue: PathQueue, path: _Path) -> None:
+        self._paths[queue] = path
+        queue.bandwidth.seed(**{str(way): known.rate for way, known in path.known.items()})
+
+    def expected(self, queue: PathQueue, direction: Direction) -> float | None:
+        """Bytes per second that were known when the run began, or None."""
+        path = self._paths.get(queue)
+        known = None if path is None else path.known.get(direction)
+        return None if known is None else known.rate
+
+    def comparisons(self) -> Iterator[RateComparison]:
+        """Compare each direction of each path with what was known of it."""
+        for queue, path in self._paths.items():
+            place = Path(path.identity.path)
+            for direction in Direction:
+                known, observed = path.known.get(direction), _observed(queue, direction)
+                yield RateComparison(place, direction, known, observed)
+
+    def save(self) -> None:
+        """Save what the run has observed for the next one, once. Never fails."""
+        for queue, path in self._paths.items():
+            after = dict(path.known)
+            for direction in Direction:
+                if (seen := _observed(queue, direction)) is None:
+                    continue
+                before = path.known.get(direction)
+                after[direction] = updated_rate(before, seen.rate, seen.nbytes)
+                logger.info(
+                    "%s, %s: %.4g GB/s over %s%s; the next run begins with %.4g",
+                    path.identity.path,
+                    direction,
+                    seen.rate / 1e9,
+                    format_size(seen.nbytes),
+                    "" if before is None else f", where {before.rate / 1e9:.4g} was expected",
+                    after[direction].rate / 1e9,
+                )
+            if after != path.known:
+                save_rates(path.identity, after)
+        self._paths.clear()
+
+
+def _observed(queue: PathQueue, direction: Direction) -> MeasuredRate | None:
+    nbytes, seconds = queue.bandwidth.sustained(direction)
+    if seconds < _OBSERVED_SECONDS or nbytes < _OBSERVED_BYTES:
+        return None
+    return MeasuredRate(nbytes / seconds, "observed", int(nbytes))
