@@ -113,7 +113,7 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
     curve = MemoryCurve(profile)
     unplanned, moves = curve.peak_bytes, []
     if profile.path is not None:
-        planner = _Planner(profile, curve, BookedPath(profile.path), limit)
+        planner = _Planner(profile, curve, profile.path, limit)
         planner.hide()
         planner.force()
         moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
@@ -137,14 +137,14 @@ class _Offer:
 class _Planner:
     """Selects moves; see [Note: greedy selection]."""
 
-    def __init__(self, profile: Profile, curve: MemoryCurve, path: BookedPath, limit: int) -> None:
+    def __init__(self, profile: Profile, curve: MemoryCurve, path: PathRates, limit: int) -> None:
         self.moves: list[PlannedMove] = []
         self._curve, self._path, self._limit = curve, path, limit
-        place = path.rates.name
+        self._writes, self._reads = Timeline(path.write), Timeline(path.read)
         # Possible moves by tensor, each with the first time at which its memory can be free.
         self._left = {
-            number: PlannedMove(number, tensor.name, tensor.nbytes, place, begin, free, end, end)
-            for number, tensor in enumerate(profile.tensors)
+            n: PlannedMove(n, tensor.name, tensor.nbytes, path.name, begin, free, end, end)
+            for n, tensor in enumerate(profile.tensors)
             for begin, end in [tensor.uses]
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
         }
@@ -153,8 +153,8 @@ class _Planner:
         """Select moves that computation hides."""
 
         def look(move: PlannedMove) -> _Offer | None:
-            written = self._path.written(move.nbytes, move.leaves_at)
-            return self._offer(move, written, self._path.read_from(move.nbytes, move.needed_at))
+            written = self._writes.after(move.leaves_at, move.nbytes)
+            return self._offer(move, written, self._reads.before(move.needed_at, move.nbytes))
 
         for number, offer in self._best(look):
             move = self._left.pop(number)
@@ -171,7 +171,7 @@ class _Planner:
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            written = self._path.written(move.nbytes, move.leaves_at)
+            written = self._writes.after(move.leaves_at, move.nbytes)
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
@@ -199,15 +199,14 @@ class _Planner:
         gained = self._curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
         if gained <= 0:
             return None
-        cost = sum(self._path.rates.seconds(move.nbytes, write=write) for write in (True, False))
+        cost = sum(self._path.seconds(move.nbytes, write=write) for write in (True, False))
         return _Offer(gained / cost, written, gone, back)
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
-        path = self._path
-        path.writes.book(move.leaves_at, written)
-        path.reads.book(back, move.needed_at)
+        self._writes.book(move.leaves_at, written)
+        self._reads.book(back, move.needed_at)
         gone = max(written, move.gone_at)
-        urgent = back - gone < _SLACK * path.rates.seconds(move.nbytes, write=False)
+        urgent = back - gone < _SLACK * self._path.seconds(move.nbytes, write=False)
         self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
 
 
@@ -322,13 +321,14 @@ class Timeline:
     Times may be negative or beyond the end of a step: such a transfer comes too late.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_second: float = 1.0) -> None:
+        self._rate = bytes_per_second
         self._begins: list[float] = []
         self._ends: list[float] = []
 
-    def after(self, begin: float, seconds: float) -> float:
-        """Return the earliest time at which so many free seconds have passed since `begin`."""
-        now, left = begin, seconds
+    def after(self, begin: float, nbytes: float) -> float:
+        """Return when a tensor that may be moved from `begin` on would be there."""
+        now, left = begin, nbytes / self._rate
         for place in range(bisect_right(self._ends, begin), len(self._begins)):
             if (free := self._begins[place] - now) >= left:
                 break
@@ -336,9 +336,9 @@ class Timeline:
             now = max(now, self._ends[place])
         return now + left
 
-    def before(self, end: float, seconds: float) -> float:
-        """Return the latest time from which so many free seconds pass until `end`."""
-        now, left = end, seconds
+    def before(self, end: float, nbytes: float) -> float:
+        """Return when the move of a tensor must start at the latest that must be there at `end`."""
+        now, left = end, nbytes / self._rate
         for place in range(bisect_left(self._begins, end) - 1, -1, -1):
             if (free := now - self._ends[place]) >= left:
                 break
@@ -352,19 +352,3 @@ class Timeline:
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begin], [end]
-
-
-class BookedPath:
-    """A path and its reserved time."""
-
-    def __init__(self, rates: PathRates) -> None:
-        self.rates = rates
-        self.writes, self.reads = Timeline(), Timeline()
-
-    def written(self, nbytes: int, begin: float) -> float:
-        """Return when a tensor that may be written from `begin` on would be written."""
-        return self.writes.after(begin, self.rates.seconds(nbytes, write=True))
-
-    def read_from(self, nbytes: int, end: float) -> float:
-        """Return when the read of a tensor must start that must be back at `end`."""
-        return self.reads.before(end, self.rates.seconds(nbytes, write=False))

@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 from pydantic import FiniteFloat
 
 from offload_strategy.plan_runtime.lifetime_plan import (
-    BookedPath,
     LifetimePlan,
     PlannedMove,
+    Timeline,
     plan_lifetimes,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile
@@ -162,18 +162,16 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     Reads are in the order of need: a read starts earlier if the path has no time left, with
     backward at the earliest.
     """
-    tensors = profile.tensors
+    tensors, path = profile.tensors, profile.path or PathRates("no path", 1.0, 1.0)
     moves: list[PlannedMove] = []
-    path = None if profile.path is None else BookedPath(profile.path)
-    for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
-        if path is None:
-            break
+    reads, numbers = Timeline(path.read), set(leaving) if profile.paths else ()
+    for number in sorted(numbers, key=lambda number: (-tensors[number].uses[1], -number)):
         tensor = tensors[number]
         leaves, needed = tensor.uses
-        fetch = path.read_from(tensor.nbytes, needed)
-        path.reads.book(fetch, needed)
+        fetch = reads.before(needed, tensor.nbytes)
+        reads.book(fetch, needed)
         fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
-        what = (number, tensor.name, tensor.nbytes, path.rates.name)
+        what = (number, tensor.name, tensor.nbytes, path.name)
         moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
     return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(moves))

@@ -213,10 +213,10 @@ class ThreadPool:
         what, since = self._caller_runs or ("", now)
         if now - max(since, self._warned_at) > SILENT_SECONDS:
             self._warned_at = now
-            text = (
-                "waiting for %s for %.0f s; the path does not answer, training resumes when it does"
+            logger.warning(
+                f"waiting for {what} for {now - since:.0f} s; the path does not answer, training "
+                f"resumes when it does"
             )
-            logger.warning(text, what, now - since)
 
     def _may_end(self) -> bool:
         """Whether this thread may end; a new one replaces it if jobs are queued."""

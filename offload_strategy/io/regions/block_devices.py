@@ -86,9 +86,7 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
                 f"overwrite: true for this tier or run `wipefs --all {path}`."
             )
         if found is not None:
-            logger.warning(
-                "tier %r: %s has %s on it, which is being overwritten", tier, path, found
-            )
+            logger.warning(f"tier {tier!r}: {path} has {found} on it, which is being overwritten")
     except BaseException:
         os.close(fd)
         raise
