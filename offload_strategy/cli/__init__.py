@@ -57,10 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    file_commands.add_config_parser(commands)
-    for command in (init, bench, doctor, plan):
-        command.add_parser(commands)
-    init.add_run_parser(commands)
-    file_commands.add_report_parser(commands)
-    file_commands.add_consolidate_parser(commands)
+    config = commands.add_parser("config", help="show and check configs")
+    actions = config.add_subparsers(required=True, metavar="ACTION")
+    for action in file_commands.ACTIONS:
+        action.add_to(actions)
+    others = (file_commands.REPORT, file_commands.CONSOLIDATE)
+    for command in (init.INIT, bench.COMMAND, doctor.COMMAND, plan.COMMAND, init.RUN, *others):
+        command.add_to(commands)
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Option, add_options, check_writable, rate
+from offload_strategy.cli.options import Command, Option, check_writable, rate
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -46,17 +46,6 @@ _OPTIONS: list[Option] = [
     ("--overwrite", "take a block device although data is on it"),
     ("--json FILE", "write figures to a file; '-': print them, not the table", {"type": str}),
 ]
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure paths",
-        description="Measure how fast paths write and read. Nothing is left on them.",
-    )
-    add_options(bench, _OPTIONS)
-    bench.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -222,3 +211,7 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> str:
     sides = ["<"] * left + [">"] * (len(widths) - left)
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return "\n".join(line.format(*row).rstrip() for row in rows)
+
+
+_ABOUT = "Measure how fast paths write and read. Nothing is left on them."
+COMMAND = Command("bench", _bench, "measure paths", _OPTIONS, _ABOUT)

@@ -23,7 +23,7 @@ import torch
 
 from offload_strategy.cli import machine_checks
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
-from offload_strategy.cli.options import Option, add_options
+from offload_strategy.cli.options import Command, Option
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import ConfigError, OffloadError
@@ -33,19 +33,15 @@ from offload_strategy.io.regions.directory_check import check_capacities
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import format_size
 
-
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine",
-        description="Check whether training with offload works here, and what to do if not. Exit "
-        "status 1 if it would not.",
-    )
-    help_of_paths = "a directory or raw block device (default: the paths of the configured tiers)"
-    paths: Option = ("paths", help_of_paths, {"nargs": "*", "metavar": "PATH"})
-    add_options(doctor, [paths, ("--json", "print the report as JSON")])
-    doctor.set_defaults(run=_doctor)
+_ABOUT = (
+    "Check whether training with offload works here, and what to do if not. Exit status 1 if it "
+    "would not."
+)
+_PATHS = "a directory or raw block device (default: the paths of the configured tiers)"
+_OPTIONS: list[Option] = [
+    ("paths", _PATHS, {"nargs": "*", "metavar": "PATH"}),
+    ("--json", "print the report as JSON"),
+]
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -274,3 +270,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+COMMAND = Command("doctor", _doctor, "check this machine", _OPTIONS, _ABOUT)

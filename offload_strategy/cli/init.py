@@ -8,12 +8,11 @@ import re
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import torch
 import yaml
 
-from offload_strategy.cli.options import Option, add_options, check_writable
+from offload_strategy.cli.options import Command, Option, check_writable
 from offload_strategy.cli.plan_search import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
@@ -27,24 +26,16 @@ from offload_strategy.units import GiB, format_size
 _SECTION = re.compile(rf"^{ACCELERATE_SECTION}:.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 #: Of host memory, for a tier in front of the drives; of free disk, for what the file proposes.
 _HOST_SHARE, _DISK_SHARE = 0.5, 0.8
+_ABOUT = (
+    "Write a launch file for `accelerate launch` with the drives of this machine, measured for a "
+    "moment unless `bench` or a run has measured them, and ask nothing. $SSD_OFFLOAD_DIR names "
+    "another directory."
+)
 _OPTIONS: list[Option] = [
     ("file", "default: offload.yaml", {"nargs": "?", "type": Path, "default": "offload.yaml"}),
     ("--into FILE", "add the section to what `accelerate config` wrote"),
     ("--force", "replace the file, or the section"),
 ]
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    init = commands.add_parser(
-        "init",
-        help="write a launch file for this machine",
-        description="Write a launch file for `accelerate launch` with the drives of this machine, "
-        "measured for a moment unless `bench` or a run has measured them, and ask nothing. "
-        "$SSD_OFFLOAD_DIR names another directory.",
-    )
-    add_options(init, _OPTIONS)
-    init.set_defaults(run=_init)
 
 
 def _init(options: argparse.Namespace) -> None:
@@ -120,18 +111,6 @@ def _gib(nbytes: float) -> str:
     return f"{max(1, int(nbytes / GiB))}GiB"
 
 
-def add_run_parser(commands: Any) -> None:
-    """Add `run` to the subparsers of `ssd-offload`."""
-    parser = commands.add_parser(
-        "run",
-        help="start a training whose process needs less memory",
-        description="Start a command, such as `python train.py`, with settings of the C library's "
-        "allocator that only a new process can have. `accelerate launch` does this by itself.",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="with its arguments")
-    parser.set_defaults(run=_run)
-
-
 def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -140,3 +119,14 @@ def _run(options: argparse.Namespace) -> int:
         os.execvpe(command[0], command, {**os.environ, **launch_environment()})
     except OSError as error:
         raise ConfigError(f"run: {command[0]}: {error.strerror}") from error
+
+
+INIT = Command("init", _init, "write a launch file for this machine", _OPTIONS, _ABOUT)
+RUN = Command(
+    "run",
+    _run,
+    "start a training whose process needs less memory",
+    [("command", "with its arguments", {"nargs": argparse.REMAINDER})],
+    "Start a command, such as `python train.py`, with settings of the C library's allocator that "
+    "only a new process can have. `accelerate launch` does this by itself.",
+)

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from offload_strategy.cli.options import Option, add_options, rate
+from offload_strategy.cli.options import Command, Option, rate
 from offload_strategy.cli.plan_here import plan_here
 from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
 from offload_strategy.engine.profile_run import profile_run
@@ -108,22 +108,14 @@ _OPTIONS: dict[str, list[Option]] = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    plan = commands.add_parser(
-        "plan",
-        help="predict what a run needs, how fast it is and what to change",
-        description="Say in three ways how a machine can train a model: what fits, how long a step "
-        "takes and what limits it, how much host memory and disk it needs, how long the drives "
-        "last, and what would make it twice as fast. The machine is this one, unless options say "
-        "otherwise. With --search, find the fastest settings of any batch. With --profile, plan "
-        "what is offloaded in a profiled step, and predict how long that takes. With a script, run "
-        "its first steps and do the same for them. The exit status is 1 if the run would not fit.",
-    )
-    for title, options in _OPTIONS.items():
-        add_options(plan.add_argument_group(title), options)
-    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.set_defaults(run=_plan, parser=plan)
+_ABOUT = (
+    "Say in three ways how a machine can train a model: what fits, how long a step takes and what "
+    "limits it, how much host memory and disk it needs, how long the drives last, and what would "
+    "make it twice as fast. The machine is this one, unless options say otherwise. With --search, "
+    "find the fastest settings of any batch. With --profile, plan what is offloaded in a profiled "
+    "step, and predict how long that takes. With a script, run its first steps and do the same for "
+    "them. The exit status is 1 if the run would not fit."
+)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -279,3 +271,8 @@ def _run(file: str, arguments: list[str]) -> None:
             runpy.run_path(file, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before
+
+
+_HELP = "predict what a run needs, how fast it is and what to change"
+_JSON: Option = ("--json", "print the figures as JSON")
+COMMAND = Command("plan", _plan, _HELP, [_JSON], _ABOUT, _OPTIONS)
