@@ -18,9 +18,9 @@ from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
-from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
+from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.store.writer import Writer
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
@@ -260,13 +260,7 @@ class TensorStore:
     def wait_for_writes(self) -> None:
         """Wait until all writes have ended; raise StorageError if one failed."""
         while self._registry.writing_bytes and not self._registry.closed:
-            with self._registry.lock:
-                moves = [entry.move for entry in self._registry.moving]
-            for move in moves:
-                if move is not None and move.direction is Direction.WRITE:
-                    if len(moves) == 1:
-                        move.run_queued()
-                    move.ended.wait(10 * POLL_SECONDS)
+            self._registry.pause()
         self._collect()
         self._check_usable()
 
