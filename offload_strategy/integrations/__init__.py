@@ -32,3 +32,10 @@ def families_in_use(families: Sequence[str], needed_by: str) -> list[str]:
     if not found:
         raise ImportError(f"{needed_by} needs Lightning: pip install 'offload-strategy[lightning]'")
     return found
+
+
+def is_offloaded(optimizer: object) -> bool:
+    """Whether an object is an optimizer whose states an engine offloads."""
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+    return isinstance(optimizer, OffloadedOptimizer)

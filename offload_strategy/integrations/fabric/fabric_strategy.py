@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.lightning import engine_strategy
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             return optimizer
         wrapped = self._attach(optimizer)
-        if engine_strategy.is_offloaded(wrapped):
+        if is_offloaded(wrapped):
             wrapped.__class__ = _optimizer_for_fabric(cast(Any, type(wrapped.inner)))
         else:
             # It would keep tensors that are mapped from the checkpoint's file.

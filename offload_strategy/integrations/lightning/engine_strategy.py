@@ -159,13 +159,6 @@ class EngineStrategy(EngineOwner, _Strategy):
         return f"<SSDOffloadStrategy for {self._family}; {', '.join(others)}>"
 
 
-def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one whose states an engine offloads."""
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
-    return isinstance(optimizer, OffloadedOptimizer)
-
-
 def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
     """Register strategies, with variants for ZeRO stages, in a family's registry. Idempotent."""
     for strategy in strategies:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.lightning.engine_strategy import (
     EngineStrategy,
     OneDeviceStrategy,
-    is_offloaded,
 )
 
 if TYPE_CHECKING:
