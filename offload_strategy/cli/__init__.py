@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from offload_strategy.errors import OffloadError
 
-__all__ = ["main", "program"]
-
 
 def program() -> int:
     """Run the command line as the only task of this process, and return its exit status."""

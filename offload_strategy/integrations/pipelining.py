@@ -33,8 +33,6 @@ from offload_strategy.errors import ConfigError
 if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
 
-__all__ = ["follow_schedule"]
-
 #: Methods of a stage that process one micro-batch; the first argument is its index.
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 

@@ -105,21 +105,11 @@ class Move:
         self.error: BaseException | None = None
         self.ended = Latch()
         self._queues = [stripe.queue for stripe in stripes]
+        hints = (one_block_at_a_time, whole_pages)
+        common = (client, direction, priority, self._part_ended, self.queued_at, *hints)
         self.parts = [
-            StripeMove(
-                client,
-                direction,
-                stripe.extent.offset,
-                stripe.nbytes,
-                address + stripe.begin,
-                stripe.digests,
-                priority,
-                self._part_ended,
-                self.queued_at,
-                one_block_at_a_time,
-                whole_pages,
-            )
-            for stripe in stripes
+            StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common)
+            for s in stripes
         ]
         self._parts_left = len(self.parts)
         self._finished: MoveState | None = None

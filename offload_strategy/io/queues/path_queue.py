@@ -301,16 +301,9 @@ class PathQueue:
 
     def _end(self, part: StripeMove, *, started: bool) -> None:
         if started:
-            record = MoveRecord(
-                part.client,
-                self.tier,
-                str(self.path),
-                part.direction,
-                part.nbytes,
-                part.queued_at,
-                part.started_at,
-                perf_counter(),
-            )
+            place = (self.tier, str(self.path), part.direction, part.nbytes)
+            times = (part.queued_at, part.started_at, perf_counter())
+            record = MoveRecord(part.client, *place, *times)
             self._recorder.move_finished(record, completed=part.state is MoveState.DONE)
         part.on_end(part)
 
