@@ -28,11 +28,7 @@ from offload_strategy.store.ticket import (
     SourceWindow,
     TicketState,
 )
-from offload_strategy.torch_support.accelerator import (
-    current_stream,
-    is_asynchronous,
-    using_stream,
-)
+from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous, using_stream
 from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,

@@ -17,14 +17,8 @@ from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.backends.thread_pool import run_within
-from offload_strategy.io.bandwidth.history import (
-    MeasuredRate,
-    PathIdentity,
-    Rates,
-    load_rates,
-    save_rates,
-    updated_rate,
-)
+from offload_strategy.io.bandwidth import history
+from offload_strategy.io.bandwidth.history import MeasuredRate, PathIdentity, Rates
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
@@ -300,7 +294,7 @@ class MeasuredPaths:
         identity = PathIdentity.of(
             path, queue.region.fd, processes=self._processes, backend=queue.backend
         )
-        self._begin_with(queue, identity, load_rates(identity))
+        self._begin_with(queue, identity, history.load_rates(identity))
 
     def probe(self, queue: PathQueue) -> None:
         """Probe a path for a moment unless both of its directions are known."""
@@ -333,7 +327,7 @@ class MeasuredPaths:
                 if (seen := _observed(queue, direction)) is None:
                     continue
                 before = known.get(direction)
-                after[direction] = updated_rate(before, seen.rate, seen.nbytes)
+                after[direction] = history.updated_rate(before, seen.rate, seen.nbytes)
                 expected = f", where {before.rate / 1e9:.4g} was expected" if before else ""
                 logger.info(
                     f"{identity.path}, {direction}: {seen.rate / 1e9:.4g} GB/s over "
@@ -341,7 +335,7 @@ class MeasuredPaths:
                     f"{after[direction].rate / 1e9:.4g}"
                 )
             if after != known:
-                save_rates(identity, after)
+                history.save_rates(identity, after)
         self._paths.clear()
 
 
