@@ -80,7 +80,6 @@ def _bench(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-# ---------------------------------------------------------------------------- measuring
 class _Bar(Progress):
     """Progress in units of work of which shares are done."""
 
@@ -166,7 +165,6 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-# ---------------------------------------------------------------------------- showing
 def _gigabytes(rates: dict[str, Any]) -> tuple[float, float]:
     """Return GB/s written and read."""
     return rates["write_bytes_per_second"] / 1e9, rates["read_bytes_per_second"] / 1e9

@@ -35,7 +35,6 @@ Kind = Literal["gpt", "bert", "t5", "llama"]
 
 #: Learned relative positions of T5: a row of so many for each head, in encoder and decoder.
 _T5_BUCKETS = 32
-#: Segments that BERT tells apart.
 _BERT_TYPES = 2
 
 
@@ -274,7 +273,6 @@ def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-#: Shapes by name, those of model_presets.yaml.
 _ROWS = yaml.safe_load(Path(__file__).with_name("model_presets.yaml").read_text())
 PRESETS: Mapping[str, TransformerShape] = {n: TransformerShape(**row) for n, row in _ROWS.items()}
 

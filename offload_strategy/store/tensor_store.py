@@ -34,7 +34,6 @@ class TensorStore:
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
         self.pool = pool
-        #: Copies between devices and the host.
         self.copies = CopyEngines()
         self.recorder = recorder
         self._registry = TicketRegistry()

@@ -58,7 +58,6 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         if not self._stays(module):
             cast(Any, super()).module_to_device(module)
 
-    # ------------------------------------------------------------------ set-up
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
@@ -98,7 +97,6 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
                 )
             raise
 
-    # ------------------------------------------------------------------ the loop
     @contextmanager
     def accumulating(self, enabled: bool, plain: AbstractContextManager[Any]) -> Iterator[None]:
         """Context of a micro-batch, whether another one follows before the optimizer steps or not.

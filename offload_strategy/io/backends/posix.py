@@ -80,7 +80,6 @@ class PosixBackend(Backend):
         self.threads.close()
         self.__dict__.pop("_bounce", None)
 
-    # ------------------------------------------------------------------ on the threads
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
         if request.before is not None:

@@ -44,7 +44,6 @@ _FOLDER = "offload-strategy"
 _MAX_FILE_BYTES = 64 * 1024
 #: Files that were not written for this long are removed.
 _MAX_AGE_SECONDS = 180 * 24 * 3600
-#: By how much one run may change a rate at most.
 _MAX_CHANGE = 2.0
 _STRICT = ConfigDict(strict=True)
 
