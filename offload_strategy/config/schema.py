@@ -408,9 +408,6 @@ class OffloadConfig(Section):
                 JSON text; the name of a preset; or None for what $SSD_OFFLOAD_CONFIG says (a path,
                 preset or JSON text), else the defaults.
 
-        Returns:
-            The checked config.
-
         Raises:
             ConfigError: it cannot be read or is wrong: one message with every problem, where it is,
                 what was given and what is allowed.

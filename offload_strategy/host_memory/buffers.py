@@ -207,10 +207,7 @@ class FreeRanges:
 
 
 class Arena:
-    """Lends page-aligned ranges of `budget` bytes at most; the caller holds a lock.
-
-    Raises OffloadError if the system has no addresses left for it.
-    """
+    """Lends page-aligned ranges of `budget` bytes, under a lock; OffloadError without addresses."""
 
     def __init__(self, budget: int) -> None:
         size = _ADDRESSES * round_up(budget, BLOCK_BYTES)

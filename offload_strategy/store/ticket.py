@@ -61,10 +61,7 @@ class TicketState(Enum):
 
 
 class Tier:
-    """A place for tickets, see `store.tiers`; `name` is for messages.
-
-    The `capacity` in bytes is shared with other users of the same paths.
-    """
+    """A place for tickets, see `store.tiers`; users of the same paths share its bytes of capacity."""
 
     #: Whether tickets stay in host memory here.
     is_host_memory = False

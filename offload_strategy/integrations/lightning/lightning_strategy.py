@@ -45,10 +45,7 @@ else:
 
 
 class OffloadStrategyMixin(EngineStrategy, _Strategy):
-    """A strategy that trains through an `OffloadEngine`, with any config of `OffloadConfig.load`.
-
-    Options are Lightning's.
-    """
+    """A strategy that trains through an `OffloadEngine`; its other options are Lightning's."""
 
     _fitting = False
     #: Whether the engine was opened to build a model, and has no optimizer yet.
@@ -160,10 +157,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
     # ------------------------------------------------------------------ checkpoints, end
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers into their tiers.
-
-        Lightning's method would move all loaded states to the device.
-        """
+        """Load states into their tiers; Lightning's method would move all of them to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             # A plain optimizer would keep tensors that are mapped from the checkpoint's file.
             kept = state if is_offloaded(optimizer) else copy.deepcopy(state)

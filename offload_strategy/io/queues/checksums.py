@@ -155,10 +155,7 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class BlockCipher:
-    """Encrypts the blocks, of `block_size` bytes at most, of all paths of an engine.
-
-    Raises ConfigError if the package `cryptography` is not installed, or too old.
-    """
+    """Encrypts blocks of `block_size` bytes at most; ConfigError if the package for it is missing."""
 
     def __init__(self, block_size: int) -> None:
         try:

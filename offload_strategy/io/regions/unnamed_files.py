@@ -51,10 +51,7 @@ def _moves_pages(fd: int) -> bool:
 
 
 def switch_to_direct_io(fd: int) -> bool:
-    """Switch an empty file to direct I/O if its file system supports it; return whether it does.
-
-    Raises OSError if the disk fails.
-    """
+    """Switch an empty file to direct I/O; False without support for it, OSError if a disk fails."""
     direct = getattr(os, "O_DIRECT", 0)
     if not direct:
         return False
