@@ -61,7 +61,7 @@ class TicketState(Enum):
 
 
 class Tier:
-    """A place for tickets, see `store.tiers`; users of the same paths share its bytes of capacity."""
+    """A place for tickets, see `store.tiers`; users of the same paths share its `capacity`."""
 
     #: Whether tickets stay in host memory here.
     is_host_memory = False

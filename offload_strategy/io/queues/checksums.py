@@ -155,7 +155,7 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class BlockCipher:
-    """Encrypts blocks of `block_size` bytes at most; ConfigError if the package for it is missing."""
+    """Encrypts blocks of `block_size` bytes at most; ConfigError without the package for it."""
 
     def __init__(self, block_size: int) -> None:
         try:
