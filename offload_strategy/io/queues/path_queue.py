@@ -6,7 +6,6 @@ import heapq
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from timeit import default_timer as perf_counter
 
 from offload_strategy.io.backends.protocol import Backend, BlockRequest, Done
@@ -56,12 +55,12 @@ class PathQueue:
         path_lock: PathLock | None = None,
         checksum: Checksum | BlockCipher | None = None,
     ) -> None:
-        self.region = region
+        self.region, self.path, self.tier = region, region.path, region.tier
         self.backend = backend
         self.bandwidth = BandwidthEstimator()
         self.checksum = checksum
         self._recorder = recorder
-        self._where = f"tier {region.tier!r} at {region.path}"
+        self._where = f"tier {self.tier!r} at {self.path}"
         self._lock = threading.Lock()
         self._reads = RequestQueue()
         self._writes = RequestQueue()
@@ -72,16 +71,6 @@ class PathQueue:
         self._path_lock: PathLockHolder | None = None
         if path_lock is not None and path_lock.works:
             self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self.region.path
-
-    @property
-    def tier(self) -> str:
-        """Name of the tier that it belongs to."""
-        return self.region.tier
 
     def submit(self, part: StripeMove) -> None:
         """Queue a part of a move; for `Move.submit`, which defers Ctrl-C."""
