@@ -200,15 +200,16 @@ def _build() -> Any:
 
         return AsyncIOBuilder().load(verbose=False)
 
-    try:
-        return run_within(_BUILD_SECONDS, build, "deepnvme-build")
-    except TimeoutError:
+    built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
+    if built is None:
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
             f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
             f"that an earlier build left in torch's extensions directory "
             f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
-        ) from None
+        )
+    try:
+        return built.result()
     except BaseException as error:
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {error}. "

@@ -33,8 +33,8 @@ _Died = Callable[[BaseException], None] | None
 _Result = TypeVar("_Result")
 
 
-def run_within(seconds: float, call: Callable[[], _Result], name: str) -> _Result:
-    """Call on a thread of its own, which may never come back; TimeoutError after so long."""
+def run_within(seconds: float, call: Callable[[], _Result], name: str) -> Future[_Result] | None:
+    """Call on a thread of its own, which may never come back: then return None after so long."""
     ended: Future[_Result] = Future()
 
     def run() -> None:
@@ -44,9 +44,7 @@ def run_within(seconds: float, call: Callable[[], _Result], name: str) -> _Resul
             ended.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    if not wait([ended], seconds).done:
-        raise TimeoutError
-    return ended.result()
+    return ended if wait([ended], seconds).done else None
 
 
 class ThreadPool:

@@ -232,10 +232,9 @@ class _Measurement:
     def _sync(self) -> float:
         """Wait until written pages are on the disk; returns when they were."""
         sync = partial(os.fdatasync, self._region.fd)
-        try:
-            run_within(STALLED_SECONDS, sync, "ssd-offload-probe")
-        except TimeoutError:
-            raise self._no_answer() from None
+        if (ended := run_within(STALLED_SECONDS, sync, "ssd-offload-probe")) is None:
+            raise self._no_answer()
+        ended.result()
         return _clock()
 
     def _no_answer(self) -> StorageError:
