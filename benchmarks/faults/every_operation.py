@@ -34,7 +34,7 @@ from benchmarks.faults.one_point import Seen
 from benchmarks.faults.operations import Seam
 from benchmarks.faults.points import OTHERS, SETTINGS, Point, Setting, points
 from offload_strategy.errors import ConfigError
-from offload_strategy.io.queues.checksums import BlockCipher
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.units import PAGE_BYTES
 
 #: No point may take longer.

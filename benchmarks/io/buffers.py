@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.io.results import Context, Result
 from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.settings import weight_buffers
-from offload_strategy.planner.transformer_shape import preset
 from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Presets of the planner.

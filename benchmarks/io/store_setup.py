@@ -14,7 +14,8 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
-from offload_strategy.io.queues.checksums import BlockCipher, create_checksum
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region

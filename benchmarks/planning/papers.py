@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 from offload_strategy.planner.hardware import SSDTRAIN, device, drive_set, lifespan_seconds
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
+from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings, weight_buffers
-from offload_strategy.planner.transformer_shape import (
-    TransformerShape,
-    Workload,
-    activation_bytes,
-    preset,
-)
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import SECONDS_PER_YEAR, GiB, format_size, markdown_table
 
 #: SSDTrain, section IV-A: sequence 1024, float16.

@@ -1,9 +1,8 @@
-"""`ssd-offload init | run`: a launch file for this machine, and a process that trains."""
+"""`ssd-offload init`: writes a launch file for this machine, or adds its section to one."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -18,7 +17,6 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.host_memory.c_allocator import launch_environment
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import GiB, format_size
@@ -111,22 +109,4 @@ def _gib(nbytes: float) -> str:
     return f"{max(1, int(nbytes / GiB))}GiB"
 
 
-def _run(options: argparse.Namespace) -> int:
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        raise ConfigError("run: name the command to start: ssd-offload run python train.py")
-    try:
-        os.execvpe(command[0], command, {**os.environ, **launch_environment()})
-    except OSError as error:
-        raise ConfigError(f"run: {command[0]}: {error.strerror}") from error
-
-
-INIT = Command("init", _init, "write a launch file for this machine", _OPTIONS, _ABOUT)
-RUN = Command(
-    "run",
-    _run,
-    "start a training whose process needs less memory",
-    [("command", "with its arguments", {"nargs": argparse.REMAINDER})],
-    "Start a command, such as `python train.py`, with settings of the C library's allocator that "
-    "only a new process can have. `accelerate launch` does this by itself.",
-)
+COMMAND = Command("init", _init, "write a launch file for this machine", _OPTIONS, _ABOUT)

@@ -24,15 +24,9 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import StepReplay, replay
+from offload_strategy.planner.model_presets import PRESETS, context_length, from_config, preset
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
-from offload_strategy.planner.transformer_shape import (
-    PRESETS,
-    Kind,
-    TransformerShape,
-    context_length,
-    from_config,
-    preset,
-)
+from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import format_size, markdown_table
 
 #: Usual vocabulary sizes of the kinds.

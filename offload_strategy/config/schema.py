@@ -22,16 +22,15 @@ from pydantic import (
 from offload_strategy.config.directories import default_directory
 from offload_strategy.config.messages import describe
 from offload_strategy.config.sources import read
-from offload_strategy.config.tier_config import (
+from offload_strategy.config.tier_config import Section, TierConfig
+from offload_strategy.config.value_types import (
     AutoOrBool,
     AutoOrCount,
     AutoOrSize,
     BlockSize,
     Budget,
     ChecksumMode,
-    Section,
     Size,
-    TierConfig,
 )
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import GiB, KiB, MiB

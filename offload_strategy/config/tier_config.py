@@ -1,131 +1,15 @@
-"""The section of one tier, and the value types of a config: sizes, counts and budgets."""
+"""The section of one tier: what each kind needs, and what it cannot have."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offload_strategy.config.directories import expand_path
-from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
-
-
-def _must(be: str, allowed: Callable[[int], bool]) -> AfterValidator:
-    def validate(number: int) -> int:
-        if not allowed(number):
-            raise ValueError(f"must be {be}")
-        return number
-
-    return AfterValidator(validate)
-
-
-def _auto_or(parse: Callable[[Any], Any]) -> PlainValidator:
-    def validate(value: Any) -> Any:
-        if isinstance(value, str) and value.strip().lower() == "auto":
-            return "auto"
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise ValueError(f"{error}; or 'auto'") from None
-
-    return PlainValidator(validate)
-
-
-def _budget(value: Any) -> int | str:
-    if isinstance(value, str) and value.strip().endswith("%"):
-        try:
-            share = float(value.strip().removesuffix("%"))
-        except ValueError:
-            raise ValueError(f"{value!r} is not a share such as '70%'") from None
-        if not 0 <= share <= 100:
-            raise ValueError(f"{value!r} is not between 0% and 100%")
-        return f"{share:g}%"
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, nor a share such as '70%'") from None
-
-
-def _positive_count(value: Any) -> int:
-    count = parse_count(value)
-    if count < 1:
-        raise ValueError("must be at least one parameter")
-    return count
-
-
-def _on_off_auto(value: Any) -> Any:
-    if isinstance(value, bool) or value == "auto":
-        return value
-    raise ValueError("must be 'auto', true or false")
-
-
-def _schema(*kinds: dict[str, Any], examples: list[Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": list(kinds), "examples": examples})
-
-
-_AUTO = {"const": "auto", "type": "string"}
-_TEXT = {"type": "string"}
-_BYTES = {"type": "integer", "minimum": 0}
-_SIZES = ["512MiB", 536870912]
-_SIZE_SCHEMA = _schema(_BYTES, _TEXT, examples=_SIZES)
-# JSON and YAML show the text that a person would write; Python sees the number.
-_AS_TEXT = PlainSerializer(
-    lambda value: exact_size(value) if isinstance(value, int) else value, when_used="json"
-)
-
-Size = Annotated[int, PlainValidator(parse_size), _SIZE_SCHEMA, _AS_TEXT]
-PositiveSize = Annotated[
-    Size, _must("a size greater than 0 with its unit, such as '64GiB'", lambda size: size > 0)
-]
-BlockSize = Annotated[
-    Size,
-    _must(
-        f"a positive multiple of {PAGE_BYTES} bytes: direct I/O moves whole pages",
-        lambda size: size > 0 and size % PAGE_BYTES == 0,
-    ),
-]
-AutoOrSize = Annotated[
-    int | Literal["auto"],
-    _auto_or(parse_size),
-    _schema(_AUTO, _BYTES, _TEXT, examples=["auto", *_SIZES]),
-    _AS_TEXT,
-]
-Budget = Annotated[
-    int | str,
-    _auto_or(_budget),
-    _schema(_AUTO, _BYTES, _TEXT, examples=["auto", "70%", *_SIZES]),
-    _AS_TEXT,
-]
-AutoOrCount = Annotated[
-    int | Literal["auto"],
-    _auto_or(_positive_count),
-    _schema(_AUTO, {**_BYTES, "minimum": 1}, _TEXT, examples=["auto", "100M", 100000000]),
-]
-AutoOrBool = Annotated[
-    bool | Literal["auto"],
-    PlainValidator(_on_off_auto),
-    WithJsonSchema({"anyOf": [_AUTO, {"type": "boolean"}]}),
-]
-
-ChecksumMode = Annotated[
-    Literal["auto", "full", "sampled", "off"],
-    BeforeValidator(lambda mode: ("off", "full")[mode] if isinstance(mode, bool) else mode),
-]
-
+from offload_strategy.config.value_types import PositiveSize
 
 _NOT_FOR_MEMORY = {
     "path": "cannot have a path",

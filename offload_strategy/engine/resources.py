@@ -16,8 +16,9 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.probe import MeasuredPaths
-from offload_strategy.io.queues.checksums import BlockCipher, create_checksum
+from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.resources import Resources
-from offload_strategy.io.bandwidth.probe import RateComparison
+from offload_strategy.io.bandwidth.measured_paths import RateComparison
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (

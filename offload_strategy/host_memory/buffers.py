@@ -1,4 +1,4 @@
-"""Page-aligned host memory: single buffers, an arena, pinned slabs, and how tensors borrow it.
+"""One page-aligned host buffer, and how a tensor borrows it.
 
 [Note: buffers and the life of tensors]
 A loaded tensor *is* the buffer that the disk was read into: no copy. The buffer may be used again
@@ -11,17 +11,6 @@ What runs when a tensor or a ticket dies may run in the middle of anything: in a
 on a thread that holds a lock, or just when Ctrl-C is pressed, whose KeyboardInterrupt Python drops
 if it comes up inside a finalizer. So nothing of ours runs there: the callback of a weak reference
 is the `append` of a deque, which is one step of C, and the deque is looked through later.
-
-[Note: memory that stays]
-The kernel fills fresh memory with zeros on the thread that touches it first, which takes a thread
-longer than all else when it reads from a disk. Buffers that are recycled by size are fresh whenever
-the budget is used up and another size is wanted. So large buffers are ranges of one private
-mapping, which serve any size. Only idle memory that has to go is given back to the system, by whole
-huge pages, because a part of one would not become free.
-
-[Note: pinned slabs]
-To register memory with a device takes long and may wait for it, so it must not happen in every
-step. A slab stays registered until the budget needs its memory for something else.
 """
 
 from __future__ import annotations
@@ -30,12 +19,9 @@ import contextlib
 import ctypes
 import mmap
 import os
-import sys
 import weakref
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from pathlib import Path
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -143,210 +129,3 @@ def _keep_parents_memory() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_parents_memory)
-
-
-#: What memory is taken and given back by: a huge page of most systems.
-BLOCK_BYTES = 2 * MiB
-#: Address space for each byte that may be held: with room to spare, ranges that are lent for long
-#: do not stand in the way of large ones. Addresses cost nothing.
-_ADDRESSES = 2
-#: Bytes of a slab: a share of the budget within these bounds, or one larger request.
-_SHARE = 16
-_LEAST_BYTES, _MOST_BYTES = 1 * MiB, 256 * MiB
-#: Of /proc/sys/vm/overcommit_memory: addresses count as memory.
-_STRICT = "2"
-
-
-def can_be_used() -> bool:
-    """Whether this system takes idle memory back at once, and does not count mere addresses."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
-        return False
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != _STRICT
-    return False
-
-
-class FreeRanges:
-    """Begins and ends of what is not lent of `size` bytes, in order; no two touch each other."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._begins = [0]
-        self._ends = [size]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._begins, self._ends, strict=True)
-
-    def take(self, begin: int, size: int) -> None:
-        """Take a part of a free range out of it."""
-        end, run = begin + size, bisect_left(self._ends, begin + size)
-        low, high = self._begins[run], self._ends[run]
-        if low < begin and end < high:
-            self._begins.insert(run + 1, end)
-            self._ends.insert(run, begin)
-        elif low < begin:
-            self._ends[run] = begin
-        elif end < high:
-            self._begins[run] = end
-        else:
-            del self._begins[run], self._ends[run]
-
-    def take_back(self, begin: int, size: int) -> None:
-        """Free a range; neighbours become one range again."""
-        end, after = begin + size, bisect_left(self._begins, begin)
-        joins_next = after < len(self._begins) and self._begins[after] == end
-        if after > 0 and self._ends[after - 1] == begin:
-            self._ends[after - 1] = end
-            if joins_next:
-                del self._begins[after], self._ends[after - 1]
-        elif joins_next:
-            self._begins[after] = begin
-        else:
-            self._begins.insert(after, begin)
-            self._ends.insert(after, end)
-
-
-class Arena:
-    """Lends page-aligned ranges of `budget` bytes, under a lock; OffloadError without addresses."""
-
-    def __init__(self, budget: int) -> None:
-        size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
-        self._memory = map_private(size + BLOCK_BYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._first = -address % BLOCK_BYTES
-        self._pid = os.getpid()
-        self._free = FreeRanges(size)
-        # A byte for each block up to the last that was ever used: whether there is memory behind.
-        self._there = bytearray()
-        self.held_bytes = 0
-
-    def acquire(self, nbytes: int, room: int) -> Lent | None:
-        """Lend a range.
-
-        Memory that is idle is taken first. Where more is needed than the `room` bytes by which
-        `held_bytes` may grow, idle memory elsewhere goes back to the system. None without enough.
-        """
-        size = round_up(nbytes, PAGE_BYTES)
-        best = min(self._places(size), default=None)
-        if best is None:
-            return None
-        fresh, begin = best
-        self._free.take(begin, size)
-        missing = fresh - room
-        if missing > 0:
-            if self.idle_bytes() < missing:
-                self._free.take_back(begin, size)
-                return None
-            self.give_up(missing)
-        self._count(begin, size)
-        exporter = (ctypes.c_char * nbytes).from_buffer(self._memory, self._first + begin)
-        tensor = torch.frombuffer(exporter, dtype=torch.uint8)
-        return Lent(tensor, exporter, size, partial(self._free.take_back, begin, size))
-
-    def idle_bytes(self) -> int:
-        """Memory that can go back to the system."""
-        blocks = self._idle_blocks()
-        return sum(self._there.count(1, first, after) for first, after in blocks) * BLOCK_BYTES
-
-    def give_up(self, nbytes: int) -> None:
-        """Give back so many bytes of idle memory, highest addresses first."""
-        for first, after in reversed(self._idle_blocks()):
-            for block in range(after - 1, first - 1, -1):
-                if nbytes <= 0:
-                    return
-                if self._there[block]:
-                    self._give_back(block)
-                    nbytes -= BLOCK_BYTES
-
-    # ------------------------------------------------------------------ ranges
-    def _places(self, size: int) -> list[tuple[int, int]]:
-        """Where a range may begin, each with the bytes of memory that would be fresh."""
-        places = []
-        for begin, end in self._free:
-            if end - begin >= size:
-                places.append((self._fresh(begin, size), begin))
-                if end < self._free.size:
-                    places.append((self._fresh(end - size, size), end - size))
-        return places
-
-    def _fresh(self, begin: int, size: int) -> int:
-        first, last = _touched(begin, size)
-        return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
-
-    def _count(self, begin: int, size: int) -> None:
-        """Count the memory behind a range, which will be there from now on."""
-        first, last = _touched(begin, size)
-        self._there.extend(bytes(max(0, last - len(self._there))))
-        self.held_bytes += self._fresh(begin, size)
-        self._there[first:last] = b"\1" * (last - first)
-
-    # ------------------------------------------------------------------ memory
-    def _idle_blocks(self) -> list[tuple[int, int]]:
-        """Blocks of which nothing is lent, as ranges of numbers."""
-        most = len(self._there)
-        ranges = [
-            (-(-low // BLOCK_BYTES), min(high // BLOCK_BYTES, most)) for low, high in self._free
-        ]
-        return [(first, after) for first, after in ranges if first < after]
-
-    def _give_back(self, block: int) -> None:
-        self._there[block] = 0
-        self.held_bytes -= BLOCK_BYTES
-        if os.getpid() == self._pid:  # in a forked child, something else may be there
-            start = self._first + block * BLOCK_BYTES
-            self._memory.madvise(mmap.MADV_DONTNEED, start, BLOCK_BYTES)
-
-
-def _touched(begin: int, size: int) -> tuple[int, int]:
-    """The first block that a range has a part of, and the one after the last."""
-    return begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)
-
-
-class PinnedSlabs:
-    """All slabs of a pool, of which `budget` bytes may be mapped; the caller holds a lock."""
-
-    def __init__(self, budget: int) -> None:
-        size = min(_MOST_BYTES, max(_LEAST_BYTES, budget // _SHARE))
-        self._slab_bytes = round_up(size, PAGE_BYTES)
-        self._slabs: list[tuple[HostBuffer, FreeRanges]] = []
-        self.held_bytes = 0
-        self.lent_bytes = 0
-
-    def acquire(self, nbytes: int, room: int) -> Lent | None:
-        """Lend the smallest free range that fits, else a part of a new slab within `room`."""
-        size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        fitting = (
-            (end - begin, number, begin)
-            for number, (_, free) in enumerate(self._slabs)
-            for begin, end in free
-            if end - begin >= size
-        )
-        best = min(fitting, default=None)
-        if best is not None:
-            (slab, free), begin = self._slabs[best[1]], best[2]
-        elif size <= room:
-            most = max(size, min(self._slab_bytes, room // PAGE_BYTES * PAGE_BYTES))
-            slab, free, begin = HostBuffer(most, pinned=True), FreeRanges(most), 0
-            self._slabs.append((slab, free))
-            self.held_bytes += most
-        else:
-            return None
-        free.take(begin, size)
-        self.lent_bytes += size
-        tensor, exporter = slab.acquire(nbytes, begin)
-        return Lent(tensor, exporter, size, partial(self._take_back, free, begin, size))
-
-    def _take_back(self, free: FreeRanges, begin: int, nbytes: int) -> None:
-        free.take_back(begin, nbytes)
-        self.lent_bytes -= nbytes
-
-    def give_up(self, nbytes: int) -> None:
-        """Unmap idle slabs until so many bytes are free, as far as possible."""
-        for slab, free in list(self._slabs):
-            if nbytes <= 0:
-                return
-            if list(free) == [(0, slab.nbytes)]:  # nothing of it is in use
-                self._slabs.remove((slab, free))
-                self.held_bytes -= slab.nbytes
-                nbytes -= slab.nbytes
-                slab.release()

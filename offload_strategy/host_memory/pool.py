@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.host_memory.buffers import Arena, HostBuffer, Lent, PinnedSlabs, can_be_used
+from offload_strategy.host_memory.arena import Arena, PinnedSlabs, can_be_used
+from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 

@@ -10,8 +10,9 @@ import torch
 
 from offload_strategy.cli import plan_search
 from offload_strategy.config import OffloadConfig
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Cores
-from offload_strategy.planner.transformer_shape import TransformerShape, preset
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 
 GPT = "--model gpt --layers 40 --hidden 5120 --heads 40"

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, load_all_rates
-from offload_strategy.io.bandwidth.probe import MeasuredPaths
+from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile

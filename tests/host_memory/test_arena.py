@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.host_memory import buffers as arena
+from offload_strategy.host_memory import arena
 from offload_strategy.host_memory import pool as pool_module
-from offload_strategy.host_memory.buffers import BLOCK_BYTES, Arena
+from offload_strategy.host_memory.arena import BLOCK_BYTES, Arena
 from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB, round_up

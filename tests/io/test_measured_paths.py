@@ -15,7 +15,7 @@ from offload_strategy.io.bandwidth.history import (
     load_all_rates,
     save_rates,
 )
-from offload_strategy.io.bandwidth.probe import MeasuredPaths
+from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder

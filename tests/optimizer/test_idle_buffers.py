@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory import pool as pool_module
-from offload_strategy.host_memory.buffers import Arena
+from offload_strategy.host_memory.arena import Arena
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import MiB
 from tests.training import settings

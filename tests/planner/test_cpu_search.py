@@ -22,11 +22,12 @@ from offload_strategy.planner.request import (
     Cores,
     CpuRequest,
 )
+from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
-from offload_strategy.planner.transformer_shape import TransformerShape, Workload, activation_bytes
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 
 ROOT = Path(__file__).resolve().parents[2]

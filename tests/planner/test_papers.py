@@ -16,9 +16,9 @@ from benchmarks.planning.papers import (
 )
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import SSDTRAIN, lifespan_seconds
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
-from offload_strategy.planner.transformer_shape import preset
 from offload_strategy.units import SECONDS_PER_YEAR, GiB
 
 # Figures that the tables of docs/planning.md have are tested in test_documentation.py.

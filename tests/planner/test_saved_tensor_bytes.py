@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from benchmarks.planning.papers import SSDTRAIN_TABLE_3, bert, mask_bytes, part
-from offload_strategy.planner.transformer_shape import (
-    TransformerShape,
+from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
     layer_tensors,
 )
+from offload_strategy.planner.transformer_shape import TransformerShape
 
 
 def test_the_steps_that_table_3_implies_run_at_one_rate():

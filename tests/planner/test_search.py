@@ -12,13 +12,15 @@ import yaml
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive, device, drive_set
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
+from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
-from offload_strategy.planner.transformer_shape import TransformerShape, Workload, preset
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 from tests.planner.test_cpu_search import GPT_98M, config_of
 from tests.planner.test_cpu_search import request as on_cpu

@@ -9,7 +9,7 @@ import pytest
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner import hardware
-from offload_strategy.planner import transformer_shape as models
+from offload_strategy.planner import model_presets as models
 from offload_strategy.planner.transformer_shape import TransformerShape
 
 

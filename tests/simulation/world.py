@@ -18,8 +18,7 @@ from offload_strategy.activations import saved_tensor_hooks
 from offload_strategy.activations.forward_records import ForwardRecord, Trace
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
-from offload_strategy.host_memory import buffers as arena
-from offload_strategy.host_memory import idle_memory, pool
+from offload_strategy.host_memory import arena, idle_memory, pool
 from offload_strategy.io.backends import posix, thread_pool
 from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.path_queue import PathQueue

@@ -15,7 +15,8 @@ import torch
 
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.queues.checksums import BlockCipher, create_checksum
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore

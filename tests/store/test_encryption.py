@@ -16,7 +16,7 @@ import torch
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError, CorruptDataError
-from offload_strategy.io.queues.checksums import BlockCipher
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
 from tests.engine.test_resources import train
 from tests.io.loop_devices import loop_device

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from timeit import default_timer as perf_counter
 from typing import Any
 
-from offload_strategy.io.queues.checksums import Digests, Tags
+from offload_strategy.io.queues.checksums import Digests
+from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
 from offload_strategy.io.regions.region import Extent

@@ -10,7 +10,8 @@ from timeit import default_timer as perf_counter
 
 from offload_strategy.io.backends.protocol import Backend, BlockRequest, Done
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
-from offload_strategy.io.queues.checksums import DIGESTED_BYTES, BlockCipher, Checksum
+from offload_strategy.io.queues.checksums import DIGESTED_BYTES, Checksum
+from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
 from offload_strategy.io.queues.request_queue import (
     InFlight,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from offload_strategy.io.queues.checksums import Digests, Tags
+from offload_strategy.io.queues.checksums import Digests
+from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, round_up
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
-from offload_strategy.host_memory.buffers import FreeRanges
+from offload_strategy.host_memory.arena import FreeRanges
 from offload_strategy.io.regions.block_devices import (
     HEAD_BYTES,
     discard,

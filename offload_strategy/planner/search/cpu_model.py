@@ -40,6 +40,7 @@ from typing import NamedTuple
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
+from offload_strategy.planner.saved_tensor_bytes import layer_tensors
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     STATE_BYTES,
@@ -55,7 +56,6 @@ from offload_strategy.planner.search.settings import (
     weights_in_flight_bytes,
 )
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
-from offload_strategy.planner.transformer_shape import layer_tensors
 from offload_strategy.units import MiB, format_size
 
 #: Tensors of logits at a time.

@@ -23,15 +23,13 @@ from typing import Literal, NamedTuple
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.request import CpuRequest, Request
-from offload_strategy.planner.step_time import StageLoad, StepTime
-from offload_strategy.planner.transformer_shape import (
-    TransformerShape,
+from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
-    positive,
-    require_positive,
 )
+from offload_strategy.planner.step_time import StageLoad, StepTime
+from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
 StateType = Literal["float32", "bfloat16"]

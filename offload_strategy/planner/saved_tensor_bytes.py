@@ -1,0 +1,106 @@
+"""What autograd saves in a forward pass on one device, tensor by tensor.
+
+[Note: what a layer saves]
+Counted are the tensors that the backward pass of each operator needs, as fused kernels save them,
+and every storage once (the layers of Megatron-LM, on which SSDTrain measures its table III). With
+u = batch x sequence x hidden x bytes of an element:
+
+    input of each of two norms        1 u each
+    input of "qkv" and of "up"        1 u each
+    queries, keys and values          3 u, less with fewer key heads
+    result of attention               1 u; it is the input of "projection" as well
+    result of "up", and what its activation function gives
+                                      4 u each with a feed-forward part of 4 x hidden
+
+That is 16 u. With flash attention scores are computed again in backward. Of a gated feed-forward
+part autograd saves gate, the function of it, up, and their product. Dropout is not counted; its
+masks would be 1 u more in half precision. Of a layer that several devices share, the part of one is
+a shape with fewer heads of the same size and a narrower feed-forward part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
+
+#: What SSDTrain leaves on the device: tensors of fewer elements (algorithm 1, line 2).
+SMALL_ELEMENTS = 2**20
+#: Flash attention keeps a float32 for each row of each head.
+_STATISTICS_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is computed in one pass, on one device."""
+
+    batch: int  # Sequences
+    sequence: int  # Positions of each
+    dtype_bytes: int = 2  # Of an activation
+
+    def __post_init__(self) -> None:
+        require_positive(self, "workload: ", "batch", "sequence", "dtype_bytes")
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the batch."""
+        return self.batch * self.sequence
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that waits for the backward pass."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+
+def layer_tensors(
+    shape: TransformerShape, work: Workload, *, crosses: bool = False
+) -> list[SavedTensor]:
+    """List what a layer saves; see [Note: what a layer saves].
+
+    With `crosses` the layer attends to an encoder as well, of an equally long sequence.
+    """
+    stream, queries, keys = shape.hidden, shape.attention_width, shape.keys_width
+    widths: dict[str, int] = {}
+    for prefix in ("", "cross ") if crosses else ("",):
+        widths |= {
+            f"{prefix}input of the norm": stream,
+            f"{prefix}input of qkv": stream,
+            f"{prefix}queries": queries,
+            f"{prefix}keys": keys,
+            f"{prefix}values": keys,
+            f"{prefix}result of attention": queries,
+            f"{prefix}statistics": shape.heads,
+        }
+    widths |= {"input of the second norm": stream, "input of up": stream}
+    inner = ("gate", "activated gate", "up") if shape.gated else ("result of up",)
+    widths |= dict.fromkeys((*inner, "input of down"), shape.inner)
+    tensors = []
+    for name, width in widths.items():
+        each = _STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes
+        tensors.append(SavedTensor(name, work.tokens * width, work.tokens * width * each))
+    return tensors
+
+
+def activation_bytes(
+    shape: TransformerShape, work: Workload, min_elements: int = SMALL_ELEMENTS
+) -> int:
+    """Bytes that a forward pass saves in tensors of at least `min_elements`.
+
+    Counted are all layers and the norm after them. The head is left out: its backward pass begins
+    at once, so nothing of it leaves the device (SSDTrain, section III-C2).
+    """
+    tensors = (shape.layers - shape.decoder_layers) * layer_tensors(shape, work)
+    tensors += shape.decoder_layers * layer_tensors(shape, work, crosses=True)
+    elements = work.tokens * shape.hidden
+    tensors.append(SavedTensor("last norm", elements, elements * work.dtype_bytes))
+    return sum(tensor.nbytes for tensor in tensors if tensor.elements >= min_elements)
+
+
+def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
+    """Bytes that the largest layer saves."""
+    tensors = layer_tensors(shape, work, crosses=shape.decoder_layers > 0)
+    return sum(tensor.nbytes for tensor in tensors)
