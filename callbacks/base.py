@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.lightning.families import TRAINERS, families_in_use
+from offload_strategy.integrations import TRAINERS, families_in_use
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as Callback

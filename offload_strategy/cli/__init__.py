@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from offload_strategy.errors import OffloadError
 
-__all__ = ["main", "program"]
-
 
 def program() -> int:
     """Run the command line as the only task of this process, and return its exit status."""
@@ -57,9 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    file_commands.add_config_parser(commands)
-    for command in (init, bench, doctor, plan, run):
-        command.add_parser(commands)
-    file_commands.add_report_parser(commands)
-    file_commands.add_consolidate_parser(commands)
+    config = commands.add_parser("config", help="show and check configs")
+    actions = config.add_subparsers(required=True, metavar="ACTION")
+    for action in file_commands.ACTIONS:
+        action.add_to(actions)
+    for module in (init, bench, doctor, plan, run):
+        module.COMMAND.add_to(commands)
+    for command in (file_commands.REPORT, file_commands.CONSOLIDATE):
+        command.add_to(commands)
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Option, add_options, check_writable, rate
+from offload_strategy.cli.options import Command, Option, check_writable, rate
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -48,17 +48,6 @@ _OPTIONS: list[Option] = [
 ]
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure paths",
-        description="Measure how fast paths write and read. Nothing is left on them.",
-    )
-    add_options(bench, _OPTIONS)
-    bench.set_defaults(run=_bench)
-
-
 def _bench(options: argparse.Namespace) -> int:
     names = ("threads", "block_size", "backend")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -91,7 +80,6 @@ def _bench(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-# ---------------------------------------------------------------------------- measuring
 class _Bar(Progress):
     """Progress in units of work of which shares are done."""
 
@@ -177,7 +165,6 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-# ---------------------------------------------------------------------------- showing
 def _gigabytes(rates: dict[str, Any]) -> tuple[float, float]:
     """Return GB/s written and read."""
     return rates["write_bytes_per_second"] / 1e9, rates["read_bytes_per_second"] / 1e9
@@ -222,3 +209,7 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> str:
     sides = ["<"] * left + [">"] * (len(widths) - left)
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return "\n".join(line.format(*row).rstrip() for row in rows)
+
+
+_ABOUT = "Measure how fast paths write and read. Nothing is left on them."
+COMMAND = Command("bench", _bench, "measure paths", _OPTIONS, _ABOUT)

@@ -7,13 +7,12 @@ import re
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import torch
 import yaml
 
-from offload_strategy.cli.options import Option, add_options, check_writable
-from offload_strategy.cli.this_machine import known_path, usual_directories
+from offload_strategy.cli.options import Command, Option, check_writable
+from offload_strategy.cli.plan_search import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION
@@ -25,24 +24,16 @@ from offload_strategy.units import GiB, format_size
 _SECTION = re.compile(rf"^{ACCELERATE_SECTION}:.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 #: Of host memory, for a tier in front of the drives; of free disk, for what the file proposes.
 _HOST_SHARE, _DISK_SHARE = 0.5, 0.8
+_ABOUT = (
+    "Write a launch file for `accelerate launch` with the drives of this machine, measured for a "
+    "moment unless `bench` or a run has measured them, and ask nothing. $SSD_OFFLOAD_DIR names "
+    "another directory."
+)
 _OPTIONS: list[Option] = [
     ("file", "default: offload.yaml", {"nargs": "?", "type": Path, "default": "offload.yaml"}),
     ("--into FILE", "add the section to what `accelerate config` wrote"),
     ("--force", "replace the file, or the section"),
 ]
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `ssd-offload`."""
-    init = commands.add_parser(
-        "init",
-        help="write a launch file for this machine",
-        description="Write a launch file for `accelerate launch` with the drives of this machine, "
-        "measured for a moment unless `bench` or a run has measured them, and ask nothing. "
-        "$SSD_OFFLOAD_DIR names another directory.",
-    )
-    add_options(init, _OPTIONS)
-    init.set_defaults(run=_init)
 
 
 def _init(options: argparse.Namespace) -> None:
@@ -116,3 +107,6 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
 
 def _gib(nbytes: float) -> str:
     return f"{max(1, int(nbytes / GiB))}GiB"
+
+
+COMMAND = Command("init", _init, "write a launch file for this machine", _OPTIONS, _ABOUT)

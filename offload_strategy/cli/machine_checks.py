@@ -41,7 +41,6 @@ class Check:
     advice: str = ""
 
 
-# ---------------------------------------------------------------------------- software
 def check_torch() -> Check:
     """Check the version of torch."""
     version = str(torch.__version__)
@@ -106,7 +105,6 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Che
     return checks
 
 
-# ---------------------------------------------------------------------------- memory
 def check_memory(
     config: OffloadConfig, *, processes: int, total: int, available: int, limit: int | None
 ) -> Check:
@@ -160,7 +158,6 @@ def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
     return Check("locked memory", OK, shown)
 
 
-# ---------------------------------------------------------------------------- limits
 def check_open_files(limit: int | None) -> Check:
     """Check how many files a process may have open; None for no limit."""
     if limit is not None and limit < _FEW_FILES:

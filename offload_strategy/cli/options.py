@@ -1,13 +1,13 @@
-"""Options of the command line from tables, and checks of what they name."""
+"""Commands and options of the command line from tables, and checks of what they name."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import PAGE_BYTES, parse_size
@@ -56,6 +56,25 @@ def add_options(parser: Any, options: Iterable[Option]) -> None:
         if not value:
             usual = {} if more else {"action": "store_true"}
         parser.add_argument(*flags, help=text, **(usual | dict(*more)))
+
+
+class Command(NamedTuple):
+    """A command of `ssd-offload`; `run` returns the exit status, or None for 0."""
+
+    name: str
+    run: Callable[[argparse.Namespace], int | None]
+    help: str
+    options: Sequence[Option] = ()
+    description: str | None = None
+    groups: Mapping[str, Sequence[Option]] = {}  # More options, by the title of their group
+
+    def add_to(self, commands: Any) -> None:
+        """Add it to the subparsers of `ssd-offload`, or of one of its commands."""
+        parser = commands.add_parser(self.name, help=self.help, description=self.description)
+        for title, options in self.groups.items():
+            add_options(parser.add_argument_group(title), options)
+        add_options(parser, self.options)
+        parser.set_defaults(run=self.run, parser=parser)
 
 
 def check_writable(file: Path, force: bool) -> None:

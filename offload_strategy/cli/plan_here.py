@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.cli.plan_search import CPU, cpu_request, drives_of
-from offload_strategy.cli.this_machine import this_gpu, usual_directories
-from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.cli.plan_search import request_of, usual_directories
 from offload_strategy.plan_runtime.profile import write_text
-from offload_strategy.planner.hardware import device, table
+from offload_strategy.planner.hardware import table
 from offload_strategy.planner.request import CpuRequest, Request
-from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.search_result import SearchResult, Space
+from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import format_size, markdown_list
@@ -69,19 +66,6 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
         if not options.json:
             print("", f"# {way}", shown, sep="\n", end="")
     return 0 if ways else 1
-
-
-def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
-    """Return the model and the machine: this one, except for what options say of it."""
-    named = options.gpu not in (None, CPU)
-    found = device(options.gpu) if named else None if options.gpu else this_gpu()
-    made: Request | CpuRequest
-    if found is None:
-        made = cpu_request(options, shape, quickly=not options.search)
-    else:
-        memory = options.host_memory or available_bytes()
-        made = Request(shape, found, drives_of(options), memory, options.flops)
-    return replace(made, drives=replace(made.drives, writes_per_day=options.writes_per_day))
 
 
 def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:

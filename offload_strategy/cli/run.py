@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
+from offload_strategy.cli.options import Command
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import launch_environment
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "run",
-        help="start a training whose process needs less memory",
-        description="Start a command, such as `python train.py`, with settings of the C library's "
-        "allocator that only a new process can have. `accelerate launch` does this by itself.",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="with its arguments")
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -30,3 +18,13 @@ def _run(options: argparse.Namespace) -> int:
         os.execvpe(command[0], command, {**os.environ, **launch_environment()})
     except OSError as error:
         raise ConfigError(f"run: {command[0]}: {error.strerror}") from error
+
+
+COMMAND = Command(
+    "run",
+    _run,
+    "start a training whose process needs less memory",
+    [("command", "with its arguments", {"nargs": argparse.REMAINDER})],
+    "Start a command, such as `python train.py`, with settings of the C library's allocator that "
+    "only a new process can have. `accelerate launch` does this by itself.",
+)

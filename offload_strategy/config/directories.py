@@ -14,7 +14,6 @@ from offload_strategy.errors import ConfigError
 
 DIRECTORY_VARIABLE = "SSD_OFFLOAD_DIR"
 
-#: File systems whose data is on other machines.
 _NETWORK = frozenset(
     [
         *("nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "glusterfs"),
@@ -22,7 +21,6 @@ _NETWORK = frozenset(
         *("wekafs", "9p", "afs", "orangefs", "pvfs2", "panfs"),
     ]
 )
-#: File systems that are kept in memory.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 
 

@@ -44,26 +44,21 @@ ConfigSource: TypeAlias = "OffloadConfig | Mapping[str, Any] | str | os.PathLike
 #: Bounds of `memory.pinned: auto` in bytes.
 _LEAST_PINNED, _MOST_PINNED, _MOST_UNPINNED = 64 * MiB, 4 * GiB, 512 * MiB
 
-_TierNames = Annotated[
-    list[str] | None,
-    Field(
-        description="Names of the tiers to use, in order of preference; null means all tiers in "
-        "the order in which they are listed."
-    ),
-]
-
 
 class _Client(Section):
     enabled: AutoOrBool = "auto"
+    tiers: list[str] | None = None
+    """Names of the tiers to use, in order of preference; null means all tiers in the order in which
+    they are listed."""
 
-    @field_validator("tiers", check_fields=False)
+    @field_validator("tiers")
     @classmethod
     def _some_tier(cls, tiers: list[str] | None) -> list[str] | None:
-        if tiers is not None and not tiers:
+        if tiers == []:
             raise ValueError(
                 "the list is empty: leave it out to use all tiers, or set enabled: false"
             )
-        if tiers is not None and len(set(tiers)) < len(tiers):
+        if len(set(tiers or ())) < len(tiers or ()):
             raise ValueError(f"a tier is named twice in {tiers}")
         return tiers
 
@@ -80,7 +75,6 @@ class ActivationsConfig(_Client):
     enabled: AutoOrBool = "auto"
     """Whether saved tensors are offloaded. 'auto': as many as memory requires; all that may be
     where this section has other settings than tiers, or with mode: always."""
-    tiers: _TierNames = None
     min_size: Size = 1 * MiB
     """Storages below this many bytes are kept on the device."""
     budget: Budget = "auto"
@@ -110,7 +104,6 @@ class OptimizerConfig(_Client):
     section has other settings than tiers, or with mode: always. If it is set to true, optimizers
     whose states cannot be offloaded are refused; otherwise their states stay in memory, with a
     warning."""
-    tiers: _TierNames = None
     subgroup_size: AutoOrCount = "auto"
     """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -148,7 +141,6 @@ class ParametersConfig(_Client):
     enabled: AutoOrBool = "auto"
     """Whether weights are streamed. 'auto': if one process trains, and the weights, with all else
     offloaded, do not fit in memory; never with mode: always."""
-    tiers: _TierNames = None
     blocks_in_flight: int = Field(default=2, ge=1)
     """Blocks of the model in memory at a time: the one that computes and those being loaded."""
     blocks: list[str] = Field(default_factory=list)
@@ -371,13 +363,10 @@ class OffloadConfig(Section):
         return self
 
     def check_gradients_untouched(self, by: str) -> None:
-        """Refuse, before any training step, what cannot work with `optimizer.overlap: eager`.
+        """Refuse what reads or scales gradients between backward and `step()`, before any step.
 
-        Args:
-            by: what would read or scale gradients between backward and `step()`.
-
-        Raises:
-            ConfigError: the update has used them by then.
+        Raises a ConfigError that names it, `by`, if `optimizer.overlap` is eager: the update has
+        used them by then.
         """
         if self.optimizer.enabled and self.optimizer.overlap == "eager":
             raise ConfigError(
@@ -386,11 +375,7 @@ class OffloadConfig(Section):
             )
 
     def tiers_for(self, client: Client) -> list[TierConfig]:
-        """Return the tiers that a client may use, in its order of preference.
-
-        Args:
-            client: "activations", "optimizer" or "parameters".
-        """
+        """Return the tiers that a client may use, in its order of preference."""
         names = getattr(self, client).tiers
         if names is None:
             return [tier for tier in self.tiers if client == "optimizer" or tier.kind != "device"]
@@ -398,11 +383,7 @@ class OffloadConfig(Section):
         return [by_name[name] for name in names]
 
     def divided(self, among: int) -> OffloadConfig:
-        """Return the config of one of several processes, with its part of what each tier may take.
-
-        Args:
-            among: processes that share the tiers.
-        """
+        """Return the config of one of so many processes, with its part of what a tier may take."""
         if among == 1:
             return self
         tiers = []
@@ -425,9 +406,6 @@ class OffloadConfig(Section):
                 file, which may be an Accelerate launch file with an `ssd_offload_config` section;
                 JSON text; the name of a preset; or None for what $SSD_OFFLOAD_CONFIG says (a path,
                 preset or JSON text), else the defaults.
-
-        Returns:
-            The checked config.
 
         Raises:
             ConfigError: it cannot be read or is wrong: one message with every problem, where it is,

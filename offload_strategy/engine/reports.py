@@ -23,11 +23,11 @@ from offload_strategy.engine.run_report import RunReport, timeline
 from offload_strategy.engine.step_log import StepLog, compare_step, compared_path
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.subgroup_update import UpdateTiming
+from offload_strategy.plan_runtime.lifetime_plan import MemoryCurve
+from offload_strategy.plan_runtime.predicted_and_measured import best_changes
 from offload_strategy.plan_runtime.profile import Profile, Update
 from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.step_usage import MemoryCurve
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
-from offload_strategy.plan_runtime.what_if import best_changes
 from offload_strategy.telemetry import Recorder, get_logger, write_trace
 
 logger = get_logger(__name__)
@@ -133,7 +133,7 @@ class EngineReports(EngineWeights):
         states, seen = self._optimizers.state_bytes, self._log.middle_step()
         step, comparison = compare_step(self.profile(), activations, self._resources, states, seen)
         profile, updates = step.profile, self._updates_since(latest[0].started_at)
-        without = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+        without = MemoryCurve(profile)
         return replace(
             found,
             timeline=timeline(*latest, profile.others, updates, self._recorder),

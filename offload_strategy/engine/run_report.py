@@ -16,11 +16,11 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.plan_runtime.predicted_and_measured import (
+    Change,
     ComparedFigure,
     PredictionComparison,
 )
 from offload_strategy.plan_runtime.profile import load_json, save_json
-from offload_strategy.plan_runtime.what_if import Change
 from offload_strategy.telemetry import Recorder, json_for_others
 from offload_strategy.units import markdown_list
 

@@ -91,10 +91,7 @@ class FreeRanges:
 
 
 class Arena:
-    """Lends page-aligned ranges of `budget` bytes at most; the caller holds a lock.
-
-    Raises OffloadError if the system has no addresses left for it.
-    """
+    """Lends page-aligned ranges of `budget` bytes, under a lock; OffloadError without addresses."""
 
     def __init__(self, budget: int) -> None:
         size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
@@ -189,27 +186,13 @@ def _touched(begin: int, size: int) -> tuple[int, int]:
     return begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)
 
 
-class Slab:
-    """One registered stretch of memory and its free ranges."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = HostBuffer(nbytes, pinned=True)
-        self.nbytes = self.buffer.nbytes
-        self.free = FreeRanges(self.nbytes)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing of the slab is in use."""
-        return list(self.free) == [(0, self.nbytes)]
-
-
 class PinnedSlabs:
     """All slabs of a pool, of which `budget` bytes may be mapped; the caller holds a lock."""
 
     def __init__(self, budget: int) -> None:
         size = min(_MOST_BYTES, max(_LEAST_BYTES, budget // _SHARE))
         self._slab_bytes = round_up(size, PAGE_BYTES)
-        self._slabs: list[Slab] = []
+        self._slabs: list[tuple[HostBuffer, FreeRanges]] = []
         self.held_bytes = 0
         self.lent_bytes = 0
 
@@ -218,35 +201,36 @@ class PinnedSlabs:
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         fitting = (
             (end - begin, number, begin)
-            for number, slab in enumerate(self._slabs)
-            for begin, end in slab.free
+            for number, (_, free) in enumerate(self._slabs)
+            for begin, end in free
             if end - begin >= size
         )
         best = min(fitting, default=None)
         if best is not None:
-            slab, begin = self._slabs[best[1]], best[2]
+            (slab, free), begin = self._slabs[best[1]], best[2]
         elif size <= room:
-            slab = Slab(max(size, min(self._slab_bytes, room // PAGE_BYTES * PAGE_BYTES)))
-            self._slabs.append(slab)
-            self.held_bytes += slab.nbytes
-            begin = 0
+            most = max(size, min(self._slab_bytes, room // PAGE_BYTES * PAGE_BYTES))
+            slab, free, begin = HostBuffer(most, pinned=True), FreeRanges(most), 0
+            self._slabs.append((slab, free))
+            self.held_bytes += most
         else:
             return None
-        slab.free.take(begin, size)
+        free.take(begin, size)
         self.lent_bytes += size
-        tensor, exporter = slab.buffer.acquire(nbytes, begin)
-        return Lent(tensor, exporter, size, partial(self._take_back, slab, begin, size))
+        tensor, exporter = slab.acquire(nbytes, begin)
+        return Lent(tensor, exporter, size, partial(self._take_back, free, begin, size))
 
-    def _take_back(self, slab: Slab, begin: int, nbytes: int) -> None:
-        slab.free.take_back(begin, nbytes)
+    def _take_back(self, free: FreeRanges, begin: int, nbytes: int) -> None:
+        free.take_back(begin, nbytes)
         self.lent_bytes -= nbytes
 
     def give_up(self, nbytes: int) -> None:
         """Unmap idle slabs until so many bytes are free, as far as possible."""
-        for slab in [slab for slab in self._slabs if slab.idle]:
+        for slab, free in list(self._slabs):
             if nbytes <= 0:
                 return
-            self._slabs.remove(slab)
-            self.held_bytes -= slab.nbytes
-            nbytes -= slab.nbytes
-            slab.buffer.release()
+            if list(free) == [(0, slab.nbytes)]:  # nothing of it is in use
+                self._slabs.remove((slab, free))
+                self.held_bytes -= slab.nbytes
+                nbytes -= slab.nbytes
+                slab.release()

@@ -116,9 +116,8 @@ def map_private(nbytes: int) -> mmap.mmap:
 @lru_cache(maxsize=1)
 def _warn_of_pageable_memory(nbytes: int) -> None:
     logger.warning(
-        "host memory could not be pinned (%s); copies from and to the device are slower without. "
-        "Lower memory.pinned, or raise the limit of locked memory (ulimit -l).",
-        format_size(nbytes),
+        f"host memory could not be pinned ({format_size(nbytes)}); copies from and to the device "
+        f"are slower without. Lower memory.pinned, or raise the limit of locked memory (ulimit -l)."
     )
 
 

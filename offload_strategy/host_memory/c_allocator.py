@@ -97,7 +97,6 @@ class FreedMemory:
         return 0 if self._usage is None else int(self._usage().fordblks)
 
 
-#: That of this process.
 freed_memory = FreedMemory()
 
 

@@ -42,7 +42,7 @@ _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 def resident_bytes() -> int | None:
     """Return the resident memory of this process, or None if the system cannot tell at once."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        file = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         return None
     try:

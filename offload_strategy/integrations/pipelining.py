@@ -1,13 +1,6 @@
 """Pipeline schedules of `torch.distributed.pipelining`: the last backward pass of each step.
 
-    stage_module = ...                                     # this rank's part of the model
-    optimizer = engine.attach(stage_module, optimizer)
-    stage = PipelineStage(stage_module, rank, stages, device)
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
-    follow_schedule(engine, schedule)
-
-Activations need only `attach`: each call of the stage's module has its own record, and the order of
-the backward passes is learned from the first steps.
+docs/pipelines.md shows how to use them.
 
 [Note: the last backward]
 Without hints an engine assumes that every backward is the last before `step()`. In a schedule with
@@ -39,8 +32,6 @@ from offload_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
-
-__all__ = ["follow_schedule"]
 
 #: Methods of a stage that process one micro-batch; the first argument is its index.
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from offload_strategy.plan_runtime.profile import FORMAT, Profile, load_json, write_text
-from offload_strategy.plan_runtime.step_usage import BookedPath, MemoryCurve
+from offload_strategy.plan_runtime.profile import (
+    FORMAT,
+    PathRates,
+    Profile,
+    load_json,
+    write_text,
+)
 from offload_strategy.units import format_size, markdown_table
 
 #: Share of a limit that a plan leaves free, because steps differ a little.
@@ -104,14 +110,107 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
 
     The plan does not fit if all possible moves together are not enough.
     """
-    curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+    curve = MemoryCurve(profile)
     unplanned, moves = curve.peak_bytes, []
     if profile.path is not None:
-        planner = _Planner(profile, curve, BookedPath(profile.path), limit)
+        planner = _Planner(profile, curve, profile.path, limit)
         planner.hide()
         planner.force()
         moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
+
+
+class MemoryCurve:
+    """Required bytes over a step: of tensors, and of baseline memory."""
+
+    def __init__(self, profile: Profile) -> None:
+        #: Starts of segments, and the end of the step.
+        self.moments = sorted({0.0, profile.step_seconds})
+        self.levels = [0] * (len(self.moments) - 1)
+        ends = [*(moment for moment, _ in profile.baseline[1:]), profile.step_seconds]
+        for (begin, nbytes), end in zip(profile.baseline, ends, strict=True):
+            self.add(begin, end, nbytes)
+        for tensor in profile.tensors:
+            self.add(*tensor.uses, tensor.nbytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of required bytes."""
+        return max(self.levels, default=0)
+
+    def add(self, begin: float, end: float, nbytes: int) -> None:
+        """Add bytes (or subtract them) in a span; what lies beyond the step does not count."""
+        step = self.moments[-1]
+        low, high = self._cut(min(begin, step)), self._cut(min(end, step))
+        for place in range(low, high):
+            self.levels[place] += nbytes
+
+    def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
+        """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
+        gained, moments, levels = 0.0, self.moments, self.levels
+        place = bisect_right(moments, begin) - 1
+        while place < len(levels) and moments[place] < end:
+            if (above := levels[place] - limit) > 0:
+                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
+                gained += (above if above < nbytes else nbytes) * seconds
+            place += 1
+        return gained
+
+    def since(self, begin: float, end: float, level: int) -> float:
+        """Return from when on, after `begin`, at most `level` bytes are required until `end`."""
+        place = bisect_left(self.moments, end) - 1
+        while place >= 0 and self.moments[place + 1] > begin:
+            if self.levels[place] > level:
+                return self.moments[place + 1]
+            place -= 1
+        return begin
+
+    def _cut(self, moment: float) -> int:
+        """Return the segment that starts at a time, splitting one if necessary."""
+        place = bisect_left(self.moments, moment)
+        if place == len(self.moments) or self.moments[place] != moment:
+            self.moments.insert(place, moment)
+            self.levels.insert(place, self.levels[place - 1])
+        return place
+
+
+class Timeline:
+    """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
+
+    Times may be negative or beyond the end of a step: such a transfer comes too late.
+    """
+
+    def __init__(self, bytes_per_second: float = 1.0) -> None:
+        self._rate = bytes_per_second
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+
+    def after(self, begin: float, nbytes: float) -> float:
+        """Return when a tensor that may be moved from `begin` on would be there."""
+        now, left = begin, nbytes / self._rate
+        for place in range(bisect_right(self._ends, begin), len(self._begins)):
+            if (free := self._begins[place] - now) >= left:
+                break
+            left -= max(0.0, free)
+            now = max(now, self._ends[place])
+        return now + left
+
+    def before(self, end: float, nbytes: float) -> float:
+        """Return when the move of a tensor must start at the latest that must be there at `end`."""
+        now, left = end, nbytes / self._rate
+        for place in range(bisect_left(self._begins, end) - 1, -1, -1):
+            if (free := now - self._ends[place]) >= left:
+                break
+            left -= max(0.0, free)
+            now = min(now, self._begins[place])
+        return now - left
+
+    def book(self, begin: float, end: float) -> None:
+        """Reserve all free seconds of a span."""
+        first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
 
 
 @dataclass(slots=True)
@@ -131,14 +230,14 @@ class _Offer:
 class _Planner:
     """Selects moves; see [Note: greedy selection]."""
 
-    def __init__(self, profile: Profile, curve: MemoryCurve, path: BookedPath, limit: int) -> None:
+    def __init__(self, profile: Profile, curve: MemoryCurve, path: PathRates, limit: int) -> None:
         self.moves: list[PlannedMove] = []
         self._curve, self._path, self._limit = curve, path, limit
-        place = path.rates.name
+        self._writes, self._reads = Timeline(path.write), Timeline(path.read)
         # Possible moves by tensor, each with the first time at which its memory can be free.
         self._left = {
-            number: PlannedMove(number, tensor.name, tensor.nbytes, place, begin, free, end, end)
-            for number, tensor in enumerate(profile.tensors)
+            n: PlannedMove(n, tensor.name, tensor.nbytes, path.name, begin, free, end, end)
+            for n, tensor in enumerate(profile.tensors)
             for begin, end in [tensor.uses]
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
         }
@@ -147,8 +246,8 @@ class _Planner:
         """Select moves that computation hides."""
 
         def look(move: PlannedMove) -> _Offer | None:
-            written = self._path.written(move.nbytes, move.leaves_at)
-            return self._offer(move, written, self._path.read_from(move.nbytes, move.needed_at))
+            written = self._writes.after(move.leaves_at, move.nbytes)
+            return self._offer(move, written, self._reads.before(move.needed_at, move.nbytes))
 
         for number, offer in self._best(look):
             move = self._left.pop(number)
@@ -165,7 +264,7 @@ class _Planner:
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            written = self._path.written(move.nbytes, move.leaves_at)
+            written = self._writes.after(move.leaves_at, move.nbytes)
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
@@ -193,15 +292,14 @@ class _Planner:
         gained = self._curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
         if gained <= 0:
             return None
-        cost = sum(self._path.rates.seconds(move.nbytes, write=write) for write in (True, False))
+        cost = sum(self._path.seconds(move.nbytes, write=write) for write in (True, False))
         return _Offer(gained / cost, written, gone, back)
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
-        path = self._path
-        path.writes.book(move.leaves_at, written)
-        path.reads.book(back, move.needed_at)
+        self._writes.book(move.leaves_at, written)
+        self._reads.book(back, move.needed_at)
         gone = max(written, move.gone_at)
-        urgent = back - gone < _SLACK * path.rates.seconds(move.nbytes, write=False)
+        urgent = back - gone < _SLACK * self._path.seconds(move.nbytes, write=False)
         self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
 
 

@@ -1,4 +1,4 @@
-"""A comparison of the prediction of a step with its measurement, figure by figure.
+"""Predictions of a step: compared with its measurement, and with one thing different.
 
 [Note: parts of a step]
 Training computes the model, updates the optimizer if that runs on the same thread, and waits: for
@@ -10,21 +10,27 @@ nothing is predicted, and the peak is measured only if memory is limited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from pydantic import FiniteFloat
 
-from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
-from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.plan_runtime.lifetime_plan import (
+    LifetimePlan,
+    PlannedMove,
+    Timeline,
+    plan_lifetimes,
+)
+from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.step_usage import BookedPath
 from offload_strategy.units import format_size, markdown_table
 
 Unit = Literal["s", "B", "B/s"]
 
 PEAK = "peak of memory"
+_LEAST_GAIN = 0.01  # by which a change must shorten a step
 #: What is compared of a step, in this order; see [Note: parts of a step].
 _UNITS: dict[str, Unit] = {
     "step": "s",
@@ -156,18 +162,16 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     Reads are in the order of need: a read starts earlier if the path has no time left, with
     backward at the earliest.
     """
-    tensors = profile.tensors
+    tensors, path = profile.tensors, profile.path or PathRates("no path", 1.0, 1.0)
     moves: list[PlannedMove] = []
-    path = None if profile.path is None else BookedPath(profile.path)
-    for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
-        if path is None:
-            break
+    reads, numbers = Timeline(path.read), set(leaving) if profile.paths else ()
+    for number in sorted(numbers, key=lambda number: (-tensors[number].uses[1], -number)):
         tensor = tensors[number]
         leaves, needed = tensor.uses
-        fetch = path.read_from(tensor.nbytes, needed)
-        path.reads.book(fetch, needed)
+        fetch = reads.before(needed, tensor.nbytes)
+        reads.book(fetch, needed)
         fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
-        what = (number, tensor.name, tensor.nbytes, path.rates.name)
+        what = (number, tensor.name, tensor.nbytes, path.name)
         moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
     return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(moves))
@@ -179,3 +183,50 @@ def _text(value: float | None, unit: Unit) -> str:
     if unit == "s":
         return f"{value:.3f} s"
     return format_size(round(value)) if unit == "B" else f"{value / 1e9:.3g} GB/s"
+
+
+# ---------------------------------------------------------------------- what if
+class Change(NamedTuple):
+    """A change, and the seconds of a step as predicted without it and with it."""
+
+    what: str
+    before_seconds: float
+    after_seconds: float
+
+
+def best_changes(step: PredictedStep) -> list[Change]:
+    """Replay a step with one change at a time; return those that shorten it, the best first."""
+    before = step.figures()["step"]
+    after = [(what, share * other.figures()["step"]) for what, other, share in _changes(step)]
+    worth = [Change(what, before, to) for what, to in after if to < before * (1 - _LEAST_GAIN)]
+    return sorted(worth, key=lambda change: change.after_seconds)
+
+
+def _changes(step: PredictedStep) -> Iterator[tuple[str, PredictedStep, float]]:
+    """Yield changes with their steps, and the share of these whose time counts."""
+    profile, moved = step.profile, step.plan.moved_bytes
+    states = sum(update.read_bytes for update in profile.updates)
+    if moved or states:
+        what = "paths that read and write twice as fast, or twice as many of them"
+        yield what, _with_paths(step, 2.0), 1.0
+    # The same as paths of half the speed, in half the time.
+    yield "a device that computes twice as fast", _with_paths(step, 0.5), 0.5
+    if kept := moved // 4:
+        # What is saved last has the least time to leave and to come back.
+        numbers = tuple(step.leaving)
+        sums = accumulate(profile.tensors[number].nbytes for number in numbers)
+        fewer = [one for one, nbytes in zip(numbers, sums, strict=True) if nbytes <= moved - kept]
+        changed = replace(step, leaving=fewer, limit=step.limit and step.limit + kept)
+        yield f"{format_size(kept)} more memory, so that a quarter less leaves", changed, 1.0
+    if states:
+        here = [replace(update, read_bytes=0, written_bytes=0) for update in profile.updates]
+        changed = replace(step, profile=replace(profile, updates=tuple(here)))
+        yield f"a dram tier of {format_size(states)} for optimizer states", changed, 1.0
+    if profile.updates:
+        what = "twice the micro-batches per step, for as many samples (this trains differently)"
+        yield what, replace(step, passes=2 * step.passes), 0.5
+
+
+def _with_paths(step: PredictedStep, factor: float) -> PredictedStep:
+    paths = (PathRates(p.name, factor * p.read, factor * p.write) for p in step.profile.paths)
+    return replace(step, profile=replace(step.profile, paths=tuple(paths)))

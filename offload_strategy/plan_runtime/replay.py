@@ -69,7 +69,6 @@ class _Transfer:
     done: Callable[[], None]
     takes: int = 0  # Bytes of memory that must be free when it begins, unless it is urgent
     urgent: bool = False  # Whether training waits for it
-    cancelled: bool = False
     begun: bool = False
 
 
@@ -84,25 +83,15 @@ class _Lane:
 
     def next(self, room: float) -> _Transfer | None:
         """Take the transfer that starts now from the queue, if so many bytes of memory are free."""
-        while self.waiting and self.waiting[0].cancelled:
-            self.waiting.popleft()
         if self.busy or not self.waiting:
             return None
         # A read without room must not block a write that would free some.
         fits = (one for one in self.waiting if one.urgent or not one.takes)
         head = self.waiting[0]
         found = head if head.takes <= room else next(fits, None)
-        if found is None:
-            return None
-        self.waiting.remove(found)
-        return None if found.cancelled else found
-
-    def prioritize(self, transfer: _Transfer) -> None:
-        """Make a queued transfer the next one, whether there is room for it or not."""
-        transfer.urgent = True
-        if transfer in self.waiting:
-            self.waiting.remove(transfer)
-            self.waiting.appendleft(transfer)
+        if found is not None:
+            self.waiting.remove(found)
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -261,9 +250,10 @@ class _Replay:
             self._load(tensor)
         if tensor.transfer is None or tensor.leaving:
             return None
-        if not tensor.transfer.begun:
-            lane = self._lanes[False]
-            lane.prioritize(tensor.transfer)
+        if not tensor.transfer.begun:  # the next one, whether there is room for it or not
+            lane, tensor.transfer.urgent = self._lanes[False], True
+            lane.waiting.remove(tensor.transfer)
+            lane.waiting.appendleft(tensor.transfer)
             self._serve(lane)
         return "reads"
 
@@ -298,7 +288,8 @@ class _Replay:
 
     def _use(self, tensor: _Tensor) -> None:
         if tensor.transfer is not None:  # still in memory: cancel the offload
-            tensor.transfer.cancelled = not tensor.transfer.begun
+            if not tensor.transfer.begun:
+                self._lanes[True].waiting.remove(tensor.transfer)
             tensor.transfer = None
             self._leaving -= tensor.life.nbytes
         self._require(-tensor.life.nbytes)

@@ -13,11 +13,8 @@ import yaml
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 
-#: Shapes by name, those of model_presets.yaml.
-PRESETS: Mapping[str, TransformerShape] = {
-    name: TransformerShape(**row)
-    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
-}
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+PRESETS: Mapping[str, TransformerShape] = {n: TransformerShape(**row) for n, row in _ROWS.items()}
 
 #: Kinds by model_type of a config.json.
 _KINDS: Mapping[str, Kind] = {

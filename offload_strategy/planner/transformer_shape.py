@@ -11,7 +11,6 @@ Kind = Literal["gpt", "bert", "t5", "llama"]
 
 #: Learned relative positions of T5: a row of so many for each head, in encoder and decoder.
 _T5_BUCKETS = 32
-#: Segments that BERT tells apart.
 _BERT_TYPES = 2
 
 

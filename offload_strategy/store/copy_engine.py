@@ -28,11 +28,7 @@ from offload_strategy.store.ticket import (
     SourceWindow,
     TicketState,
 )
-from offload_strategy.torch_support.accelerator import (
-    current_stream,
-    is_asynchronous,
-    using_stream,
-)
+from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous, using_stream
 from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
@@ -109,19 +105,20 @@ class CopyEngine:
                 entry.copied, entry.window = done, window
             window.add(done, sum(sizes), CopyOut(entries, hosts, done))
             self._largest = max(self._largest, *sizes)
-            self._release(window, max(_WINDOW_BYTES, 2 * self._largest))
+            self._drop_sources(window.release(max(_WINDOW_BYTES, 2 * self._largest)))
+
+    def _window(self) -> SourceWindow | None:
+        return self._windows.get(self._compute().stream_id) if self.asynchronous else None
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
-        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
-        return 0 if window is None else window.nbytes
+        return 0 if (window := self._window()) is None else window.nbytes
 
     def release_sources(self, at_most: int) -> None:
         """Let the compute stream wait for copies until at most so many bytes are referenced."""
-        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
-        if window is not None:
+        if (window := self._window()) is not None:
             with self._lock:
-                self._release(window, at_most)
+                self._drop_sources(window.release(at_most))
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
@@ -137,13 +134,10 @@ class CopyEngine:
                     entries = itertools.chain.from_iterable(copy.entries for copy in window)
                     if any(entry.state is TicketState.FREED for entry in entries):
                         # Backward has used these: nobody else will ever ask for their memory.
-                        self._release(window, 0)
+                        self._drop_sources(window.release())
             while self._released and self._released[0].done.query():
                 for entry in self._released.popleft().entries:
                     entry.copied = None
-
-    def _release(self, window: SourceWindow, at_most: int) -> None:
-        self._drop_sources(window.release(at_most))
 
     def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
         for copy in copies:
@@ -190,9 +184,8 @@ class CopyEngine:
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
-        for event in dict.fromkeys(after):
-            if event is not None:
-                incoming.wait_event(event)
+        for event in filter(None, dict.fromkeys(after)):
+            incoming.wait_event(event)
         with using_stream(incoming):
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.copy_(host, non_blocking=True)

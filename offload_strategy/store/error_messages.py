@@ -82,21 +82,17 @@ def _paths(queues: Iterable[PathQueue]) -> str:
 
 def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
     """Say that a path does not answer."""
+    paths = move.unfinished_paths() or _paths(stripe.queue for stripe in entry.stripes)
     logger.warning(
-        "waiting for %s to %s %s for %.0f s; the path does not answer, training resumes when it "
-        "does",
-        move.unfinished_paths() or _paths(stripe.queue for stripe in entry.stripes),
-        move.direction.value,
-        format_size(entry.nbytes),
-        seconds,
+        f"waiting for {paths} to {move.direction} {format_size(entry.nbytes)} for {seconds:.0f} s; "
+        f"the path does not answer, training resumes when it does"
     )
 
 
 def still_full(waiting_bytes: int, tiers: Sequence[Tier], seconds: float) -> None:
     """Say that writes do not get on."""
+    paths = _paths(queue for tier in tiers for queue in tier.queues)
     logger.warning(
-        "%s have been waiting to be written to %s for %.0f s; training resumes when it takes them",
-        format_size(waiting_bytes),
-        _paths(queue for tier in tiers for queue in tier.queues),
-        seconds,
+        f"{format_size(waiting_bytes)} have been waiting to be written to {paths} for "
+        f"{seconds:.0f} s; training resumes when it takes them"
     )

@@ -18,9 +18,9 @@ from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
-from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
+from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.store.writer import Writer
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
@@ -34,7 +34,6 @@ class TensorStore:
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
         self.pool = pool
-        #: Copies between devices and the host.
         self.copies = CopyEngines()
         self.recorder = recorder
         self._registry = TicketRegistry()
@@ -260,13 +259,7 @@ class TensorStore:
     def wait_for_writes(self) -> None:
         """Wait until all writes have ended; raise StorageError if one failed."""
         while self._registry.writing_bytes and not self._registry.closed:
-            with self._registry.lock:
-                moves = [entry.move for entry in self._registry.moving]
-            for move in moves:
-                if move is not None and move.direction is Direction.WRITE:
-                    if len(moves) == 1:
-                        move.run_queued()
-                    move.ended.wait(10 * POLL_SECONDS)
+            self._registry.pause()
         self._collect()
         self._check_usable()
 
@@ -286,14 +279,12 @@ class TensorStore:
             return
         with registry.lock:
             registry.closed = True
-            moving = [(entry, entry.move) for entry in registry.moving]
+            moving = [(entry, move) for entry in registry.moving if (move := entry.move)]
         # Cancel all of them first: each block that ends would start the next queued transfer.
         for _, move in moving:
-            if move is not None:
-                move.cancel()
+            move.cancel()
         for entry, move in moving:
-            if move is not None:
-                self._reader.wait(entry, move)
+            self._reader.wait(entry, move)
         registry.release_written()
         for engine in tuple(self.copies.values()):
             engine.close()

@@ -61,7 +61,7 @@ class TicketState(Enum):
 
 
 class Tier:
-    """A place for tickets, see `store.tiers`; `name` is for messages."""
+    """A place for tickets, see `store.tiers`; users of the same paths share its `capacity`."""
 
     #: Whether tickets stay in host memory here.
     is_host_memory = False
@@ -73,13 +73,8 @@ class Tier:
     #: Whether all paths transfer directly from and to device memory.
     device_memory = False
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def capacity(self) -> int:
-        """Capacity in bytes, shared with other users of the same paths."""
-        raise NotImplementedError
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name, self.capacity = name, capacity
 
     @property
     def used_bytes(self) -> int:

@@ -25,12 +25,10 @@ STRIPE_UNIT = 1 * MiB
 class MemoryTier(Tier):
     """Memory for `capacity` bytes of tickets; the caller holds the store's lock."""
 
-    capacity: int = 0
     used_bytes: int = 0
 
     def __init__(self, name: str, capacity: int) -> None:
-        super().__init__(name)
-        self.capacity = capacity
+        super().__init__(name, capacity)
         # Heap of (-next use, sequence, entry), latest use first. Evicted entries are skipped.
         self._residents: list[tuple[float, int, Entry]] = []
         self._sequence = itertools.count()
@@ -112,24 +110,18 @@ class PathTier(Tier):
     def __init__(
         self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None
     ) -> None:
-        super().__init__(name)
+        self._quotas = quotas or {}
+        shared = {quota for queue, quota in self._quotas.items() if queue in queues}
+        single = [queue.region for queue in queues if queue not in self._quotas]
+        alone = (region.capacity for region in single if isinstance(region, Region))
+        super().__init__(name, sum(quota.capacity for quota in shared) + sum(alone))
         self.queues = tuple(queues)
         self.regions = [q.region for q in self.queues if isinstance(q.region, Region)]
         # A checksum is computed by the host, which cannot read device memory.
         direct = all(queue.backend.device_memory for queue in self.queues)
         self.device_memory = direct and not any(queue.checksum for queue in self.queues)
-        self._quotas = quotas or {}
         self._live = dict.fromkeys(self.queues, 0)
         self._lock = threading.Lock()
-
-    @property
-    def capacity(self) -> int:
-        """Maximum bytes, shared with other users of the paths."""
-        shared = {q for queue in self.queues if (q := self._quotas.get(queue)) is not None}
-        single = [q.region for q in self.queues if q not in self._quotas]
-        return sum(quota.capacity for quota in shared) + sum(
-            region.capacity for region in single if isinstance(region, Region)
-        )
 
     @property
     def used_bytes(self) -> int:

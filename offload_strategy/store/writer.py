@@ -32,9 +32,7 @@ class Writer:
     allocator: BufferAllocator
     copies: CopyEngines
     recorder: Recorder
-    #: Bytes that may wait to be written.
     write_behind: int
-    #: The first write that failed.
     failure: OffloadError | None = None
 
     def await_room(
@@ -159,7 +157,6 @@ class Writer:
                 elif entry.stripes and entry.payload is not None:
                     self._make_move(entry, entry.payload)
 
-    # ------------------------------------------------------------------ memory
     def _claim_memory(self, tier: MemoryTier, entry: Entry, *, over_capacity: bool) -> bool:
         """Reserve room, if necessary by evicting tickets that are needed later."""
         with self.registry.lock:
@@ -197,7 +194,6 @@ class Writer:
             self._make_move(entry, entry.payload)
         self.submit([entry])
 
-    # ------------------------------------------------------------------ paths
     def submit(self, entries: Sequence[Entry]) -> None:
         """Submit the writes of entries, as soon as the device has produced their bytes."""
         waiting: dict[torch.Event, list[Move]] = {}

@@ -7,26 +7,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from offload_strategy.telemetry.chrome_trace import json_for_others, write_trace
-from offload_strategy.telemetry.recorder import (
-    CLIENTS,
-    Direction,
-    MoveRecord,
-    Recorder,
-    StallRecord,
-)
-
-__all__ = [
-    "CLIENTS",
-    "Direction",
-    "MoveRecord",
-    "Progress",
-    "Recorder",
-    "StallRecord",
-    "get_logger",
-    "json_for_others",
-    "write_trace",
-]
+from offload_strategy.telemetry.chrome_trace import json_for_others as json_for_others
+from offload_strategy.telemetry.chrome_trace import write_trace as write_trace
+from offload_strategy.telemetry.recorder import CLIENTS as CLIENTS
+from offload_strategy.telemetry.recorder import Direction as Direction
+from offload_strategy.telemetry.recorder import MoveRecord as MoveRecord
+from offload_strategy.telemetry.recorder import Recorder as Recorder
+from offload_strategy.telemetry.recorder import StallRecord as StallRecord
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -13,13 +13,13 @@ transfers, and a transfer goes into the first lane that is free at its start.
 from __future__ import annotations
 
 import gzip
-import heapq
 import json
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from offload_strategy.errors import OffloadError
@@ -62,12 +62,10 @@ def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> 
     """Return the trace as an object for JSON; see `write_trace`."""
     pid = os.getpid()
     counters: list[_Event] = []
-
     waits: dict[str, list[_Event]] = defaultdict(list)
     for stall in stalls:
         waits[stall.client].append(_slice(stall, "stall", {}))
     tracks = [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
-
     by_path: dict[tuple[str, str, Direction], list[MoveRecord]] = defaultdict(list)
     for move in moves:
         by_path[move.tier, move.path, move.direction].append(move)
@@ -77,16 +75,14 @@ def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> 
         counters += _counter(f"{place} {direction} GB/s", pid, _rates(records), scale=1e-9)
         counters += _counter(f"{place} {direction} queued bytes", pid, _queued(records))
 
-    names: list[_Event] = [_name("process_name", pid, 0, name="offload-strategy")]
+    names = [_name("process_name", pid, 0, name="offload-strategy")]
     slices: list[_Event] = []
-    tid = 0
-    for label, track in tracks:
-        for number, lane in enumerate(_lanes(track), start=1):
-            tid += 1
-            shown = label if number == 1 else f"{label} ({number})"
-            names.append(_name("thread_name", pid, tid, name=shown))
-            names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
-            slices += [{"ph": "X", "pid": pid, "tid": tid, **piece} for piece in lane]
+    lanes = ((label, *one) for label, track in tracks for one in enumerate(_lanes(track), start=1))
+    for tid, (label, number, lane) in enumerate(lanes, start=1):
+        shown = label if number == 1 else f"{label} ({number})"
+        names.append(_name("thread_name", pid, tid, name=shown))
+        names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
+        slices += [{"ph": "X", "pid": pid, "tid": tid, **piece} for piece in lane]
     events = sorted(slices + counters, key=lambda event: event["ts"])
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
@@ -119,17 +115,11 @@ def _move_slice(move: MoveRecord) -> _Event:
 def _lanes(track: list[_Event]) -> list[list[_Event]]:
     """Assign slices to as few lanes as possible, so that no two in a lane overlap."""
     lanes: list[list[_Event]] = []
-    free: list[int] = []  # numbers of the lanes without a slice at the moment, a heap
-    busy: list[tuple[int, int]] = []  # (end, number of the lane), a heap
     for piece in sorted(track, key=lambda piece: (piece["ts"], piece["dur"])):
-        while busy and busy[0][0] <= piece["ts"]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if not free:
-            heapq.heappush(free, len(lanes))
-            lanes.append([])
-        number = heapq.heappop(free)
-        lanes[number].append(piece)
-        heapq.heappush(busy, (piece["ts"] + piece["dur"], number))
+        free = (one for one in lanes if one[-1]["ts"] + one[-1]["dur"] <= piece["ts"])
+        if (lane := next(free, None)) is None:
+            lanes.append(lane := [])
+        lane.append(piece)
     return lanes
 
 
@@ -156,17 +146,15 @@ def _counter(
     name: str, pid: int, changes: Iterable[tuple[int, int]], scale: float = 1
 ) -> list[_Event]:
     """Return the values of a counter at the times of their changes."""
-    at: dict[int, int] = defaultdict(int)
+    at = Counter[int]()
     for moment, change in changes:
         at[moment] += change
-    events: list[_Event] = []
-    value = 0
-    for moment, change in sorted(at.items()):
-        if change:
-            value += change
-            shown = {"value": value * scale}
-            events.append({"ph": "C", "name": name, "pid": pid, "ts": moment, "args": shown})
-    return events
+    moments = sorted(moment for moment, change in at.items() if change)
+    values = accumulate(at[moment] for moment in moments)
+    return [
+        {"ph": "C", "name": name, "pid": pid, "ts": moment, "args": {"value": value * scale}}
+        for moment, value in zip(moments, values, strict=True)
+    ]
 
 
 def _name(kind: str, pid: int, tid: int, **arguments: Any) -> _Event:

@@ -76,10 +76,6 @@ class _Server(HTTPServer):
         )
         self.thread.start()
 
-    def describe(self) -> list[Any]:
-        """Return nothing: what there is to read is known when it is read."""
-        return []
-
     def collect(self) -> Iterator[Any]:
         """Yield one gauge for each metric that is finite; those of tiers have the tier as label."""
         gauges: dict[str, Any] = {}

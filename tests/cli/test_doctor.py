@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from offload_strategy.cli import doctor as path_checks
 from offload_strategy.cli import machine_checks as checks
-from offload_strategy.cli import path_checks
-from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
-from offload_strategy.cli.path_checks import (
+from offload_strategy.cli.doctor import (
     check_devices,
     check_file_system,
     check_path,
     check_together,
 )
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit

@@ -19,10 +19,10 @@ from offload_strategy.io.bandwidth.history import (
     save_rates,
 )
 from offload_strategy.plan_runtime.predicted_and_measured import (
+    Change,
     ComparedFigure,
     PredictionComparison,
 )
-from offload_strategy.plan_runtime.what_if import Change
 from offload_strategy.telemetry import Direction
 
 

@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.cli import plan_here, plan_search, this_machine
+from offload_strategy.cli import plan_here, plan_search
+from offload_strategy.cli import plan_search as this_machine
 from offload_strategy.planner.hardware import device, device_called
 from offload_strategy.planner.request import Cores
 from offload_strategy.units import GiB, MiB
@@ -95,7 +96,7 @@ def test_options_may_follow_the_model_and_go_before_this_machine(here, ssd_offlo
 
 def test_the_gpu_of_this_machine_is_planned_for(here, ssd_offload, monkeypatch):
     gpu = dataclasses.replace(device("h100"), memory_bytes=20 * GiB)
-    monkeypatch.setattr(plan_here, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(plan_search, "this_gpu", lambda: gpu)
     printed = ssd_offload("plan", "gpt2", "--host-memory", "128GiB").out
     assert "on h100-80g-sxm with 1 x path and 128 GiB of host memory" in printed
     found = json.loads(ssd_offload("plan", "gpt2", "--host-memory", "128GiB", "--json").out)

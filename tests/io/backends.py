@@ -17,8 +17,7 @@ from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
-from offload_strategy.io.regions.extents import Extent
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.region import Extent, Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, MiB
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from offload_strategy.io.regions import extents as extents_module
-from offload_strategy.io.regions.extents import Extent, ExtentAllocator
+from offload_strategy.io.regions import region as extents_module
+from offload_strategy.io.regions.region import Extent, ExtentAllocator
 from offload_strategy.units import PAGE_BYTES
 
 PAGES = 24

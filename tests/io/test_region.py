@@ -157,12 +157,12 @@ def test_direct_io_is_used_unless_it_is_not_wanted(
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    real_open, direct = os.open, os.O_DIRECT
+    real_fcntl, direct = fcntl.fcntl, os.O_DIRECT
 
-    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def fcntl_(fd: int, command: int, flags: int = 0) -> int:
         if flags & direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_open(path, flags, *args, **options)
+        return real_fcntl(fd, command, flags)
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
         if how == "by a short write":
@@ -170,7 +170,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     if how == "at open":
-        monkeypatch.setattr(os, "open", open_)
+        monkeypatch.setattr(fcntl, "fcntl", fcntl_)
     elif how == "no such flag":
         monkeypatch.delattr(os, "O_DIRECT")
     else:

@@ -13,12 +13,12 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.lifetime_plan import (
     GivenPlan,
     PlannedItem,
+    Timeline,
     load_plan,
     plan_lifetimes,
     save_plan,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
-from offload_strategy.plan_runtime.step_usage import Timeline
 from tests.plan_runtime.profiles import random_step, stack
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offload_strategy.plan_runtime.predicted_and_measured import PredictedStep
+from offload_strategy.plan_runtime.predicted_and_measured import PredictedStep, best_changes
 from offload_strategy.plan_runtime.profile import PathRates, Profile, Update
-from offload_strategy.plan_runtime.what_if import best_changes
 from tests.plan_runtime.profiles import stack
 
 UPDATE = Update(ready_at=9.0, seconds=2.0, read_bytes=600, written_bytes=600)

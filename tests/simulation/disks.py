@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import StorageError, TierFullError
-from offload_strategy.io.regions.extents import ExtentAllocator
-from offload_strategy.io.regions.region import ExternalFile, Region
+from offload_strategy.io.regions.region import ExtentAllocator, ExternalFile, Region
 from offload_strategy.units import PAGE_BYTES
 from tests.simulation.scheduler import Scheduler, SimulatedLock
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import yaml
 
+from offload_strategy.config import ACCELERATE_SECTION as SECTION
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import launch_environment
 
-SECTION = "ssd_offload_config"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
 #: Variables that differ between launched processes: they stay unexpanded if there are several.

@@ -95,7 +95,6 @@ class SSDOffloadPlugin:
         install(importlib.import_module("accelerate.accelerator"))
 
 
-# ---------------------------------------------------------------------- Accelerator
 def session_of(accelerator: Any) -> Session | None:
     """Return the session of an `Accelerator`, None if it does not offload."""
     return cast("Session | None", getattr(accelerator, _SESSION, None))

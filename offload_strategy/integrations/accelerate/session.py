@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.accelerate.state_saving import streaming
 from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import install
@@ -239,9 +240,7 @@ class Session:
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that keeps its states in tiers."""
-        from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
-        if isinstance(optimizer, OffloadedOptimizer):
+        if is_offloaded(optimizer):
             return optimizer  # The script attached it to an engine of its own.
         if self._owner.scaler is not None:
             self._config.check_gradients_untouched("Accelerate's loss scaling (mixed_precision)")
@@ -322,7 +321,7 @@ class DeepSpeedSession(Session):
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(config_sections.for_activations(config), metrics_every, accelerator)
 
-    def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+    def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
         """Attach the DeepSpeed engines among the results."""
         import deepspeed
 

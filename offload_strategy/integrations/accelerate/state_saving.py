@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from offload_strategy.integrations import is_offloaded
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -45,11 +47,9 @@ def install_in(checkpointing: Any) -> None:
 @contextlib.contextmanager
 def streaming(accelerator: Accelerator) -> Iterator[None]:
     """Stream the files of optimizers within the context, if all optimizers are offloaded."""
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
     # A plain optimizer would keep tensors that are mapped from the checkpoint's file.
     inner = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
-    before = _streaming.set(all(isinstance(each, OffloadedOptimizer) for each in inner))
+    before = _streaming.set(all(map(is_offloaded, inner)))
     try:
         yield
     finally:
@@ -96,10 +96,8 @@ def install_in_trainer() -> None:
 
     @functools.wraps(original)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if isinstance(optimizer, OffloadedOptimizer):
+        if is_offloaded(optimizer):
             optimizer.consolidate_state_dict()
         return original(self, *args, **kwargs)
 

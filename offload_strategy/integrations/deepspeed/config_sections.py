@@ -1,16 +1,8 @@
 """From tiers to DeepSpeed's own sections: `offload_optimizer`, `offload_param` and `aio`.
 
 With DeepSpeed, DeepSpeed itself moves optimizer states and weights. Options that its config lacks
-are derived from our tiers; options that it has stay, unless they contradict the tiers. Nothing here
-imports DeepSpeed.
-
-| ours | DeepSpeed's |
-|---|---|
-| `optimizer.enabled` with an ssd tier, ZeRO-3 | `offload_optimizer`: `device: nvme`, `nvme_path` |
-| `optimizer.enabled` with dram tiers alone (below ZeRO-3: with one at least) | `device: cpu` |
-| `parameters.enabled`, ZeRO-3 | `offload_param`, with the same devices |
-| `memory.pinned` | `sub_group_size`, `offload_param.buffer_count`: buffers take as much, each |
-| `io.block_size` (if given), `io.threads` | `aio`: `block_size`, `intra_op_parallelism` |
+are derived from our tiers, as the table in docs/deepspeed.md says; options that it has stay, unless
+they contradict the tiers. Nothing here imports DeepSpeed.
 
 [Note: NVMe below ZeRO-3]
 DeepSpeed accepts `device: nvme` for ZeRO-1 and 2 and then silently keeps the states in host memory.

@@ -81,11 +81,7 @@ class GatheredWeight:
         self._offset = tensor.storage_offset() - parameter.data.storage_offset()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor on the gathered bytes.
-
-        DeepSpeed gathers them before the module's backward. Outside of that they are gathered here,
-        copied and partitioned again.
-        """
+        """Return the tensor on the bytes that DeepSpeed gathers for backward, or else on a copy."""
         parameter: Any = self._parameter
         if parameter.ds_status.name == "AVAILABLE":
             return self._view(parameter.data)

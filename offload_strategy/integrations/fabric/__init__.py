@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from offload_strategy.integrations.lightning.families import FABRICS, FAMILIES, families_in_use
+from offload_strategy.integrations import FABRICS, FAMILIES, families_in_use
 
 if TYPE_CHECKING:
     from offload_strategy.integrations.fabric.for_lightning_fabric import SSDOffloadStrategy

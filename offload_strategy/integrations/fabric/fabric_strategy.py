@@ -1,13 +1,5 @@
 """The Fabric strategy, shared by `lightning.fabric` and the standalone `lightning_fabric`.
 
-    from lightning.fabric import Fabric
-    from offload_strategy.integrations.fabric import SSDOffloadStrategy
-
-    fabric = Fabric(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or defaults
-    fabric = Fabric(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
-    model, optimizer = fabric.setup(model, optimizer)
-    fabric.log_dict(fabric.strategy.offload_engine.metrics())
-
 [Note: the last micro-batch in Fabric]
 The script has its own loop. `fabric.no_backward_sync` surrounds every micro-batch but the last; for
 a single device Fabric does not ask its strategy, so the method is wrapped. A script that does not
@@ -32,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.lightning import engine_strategy
 
 if TYPE_CHECKING:
@@ -65,7 +58,6 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         if not self._stays(module):
             cast(Any, super()).module_to_device(module)
 
-    # ------------------------------------------------------------------ set-up
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
@@ -82,7 +74,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             return optimizer
         wrapped = self._attach(optimizer)
-        if engine_strategy.is_offloaded(wrapped):
+        if is_offloaded(wrapped):
             wrapped.__class__ = _optimizer_for_fabric(cast(Any, type(wrapped.inner)))
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
@@ -105,7 +97,6 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
                 )
             raise
 
-    # ------------------------------------------------------------------ the loop
     @contextmanager
     def accumulating(self, enabled: bool, plain: AbstractContextManager[Any]) -> Iterator[None]:
         """Context of a micro-batch, whether another one follows before the optimizer steps or not.

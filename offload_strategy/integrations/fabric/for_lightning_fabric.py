@@ -9,7 +9,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from offload_strategy.integrations.fabric import fabric_strategy
-from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+from offload_strategy.integrations.lightning.engine_strategy import StreamingCheckpointIO
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload_strategy.integrations.fabric import fabric_strategy
-from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+from offload_strategy.integrations.lightning.engine_strategy import StreamingCheckpointIO
 
 if TYPE_CHECKING:  # the same code under another name; the mixin is typed against this one
     from lightning.fabric.fabric import Fabric

@@ -2,11 +2,7 @@
 
 DeepSpeed runs ZeRO and owns the optimizer and the weights. The engine offloads activations and
 reports metrics; tiers for optimizer states and weights become DeepSpeed's own sections
-(deepspeed/config_sections.py).
-
-    Trainer(strategy="ssd_offload_deepspeed")                 # ZeRO-2, as Lightning's "deepspeed"
-    Trainer(strategy="ssd_offload_deepspeed_stage_3")
-    Trainer(strategy=SSDOffloadDeepSpeedStrategy("full", stage=3, config="deepspeed.json"))
+(deepspeed/config_sections.py). docs/deepspeed.md has examples.
 
 [Note: DeepSpeed on the CPU]
 DeepSpeed trains on the CPU, but Lightning's strategy refuses it. The device of a process needs an

@@ -9,6 +9,7 @@ the Trainer or of Fabric, and its weights are offloaded meanwhile (`OffloadEngin
 from __future__ import annotations
 
 import importlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.lightning.families import FAMILIES
+from offload_strategy.integrations import FAMILIES
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     _Strategy = Any
 else:
     # The concrete class has the base of its own family.
-    _Strategy = object
+    _Strategy = _TorchCheckpointIO = object
 
 STRATEGY_NAME = "ssd_offload"
 
@@ -157,13 +159,6 @@ class EngineStrategy(EngineOwner, _Strategy):
         return f"<SSDOffloadStrategy for {self._family}; {', '.join(others)}>"
 
 
-def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one whose states an engine offloads."""
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
-    return isinstance(optimizer, OffloadedOptimizer)
-
-
 def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
     """Register strategies, with variants for ZeRO stages, in a family's registry. Idempotent."""
     for strategy in strategies:
@@ -220,3 +215,47 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
         """The device to train on."""
         plain: torch.device = cast(Any, super()).root_device
         return torch.device(self._devices[0]) if self._devices else plain
+
+
+class StreamingCheckpointIO(_TorchCheckpointIO):
+    """Writes local checkpoints tensor by tensor, and maps their files to load them.
+
+    Lightning's builds the whole checkpoint in memory before it writes, and reads all of it before
+    it returns. The files are the same; remote paths are left to Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint; an existing file is replaced atomically, or intact after an error."""
+        from offload_strategy.checkpoints import save
+
+        local = local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        save(checkpoint, local)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Load a checkpoint whose tensors stay in the file until they are read."""
+        from offload_strategy.checkpoints import load
+
+        local = local_path(path)
+        if local is None or not os.path.isfile(local):
+            return super().load_checkpoint(path, map_location, weights_only)
+        return load(local, map_location, weights_only)
+
+
+def local_path(path: Any) -> str | None:
+    """Return the local path of a path or URL, or None if it is remote."""
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    system, stripped = url_to_fs(str(path))
+    return stripped if isinstance(system, LocalFileSystem) else None

@@ -5,22 +5,21 @@ from __future__ import annotations
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import strategies
 
-from offload_strategy.integrations.lightning import device_strategies
-from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+from offload_strategy.integrations.lightning import engine_strategy, lightning_strategy
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
-from offload_strategy.integrations.lightning.engine_strategy import register_in
-from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 
-class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+class OffloadCheckpointIO(engine_strategy.StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for the Trainer of `lightning.pytorch`."""
 
 
-class SSDOffloadDataParallelStrategy(OffloadStrategyMixin, strategies.DDPStrategy):
+class SSDOffloadDataParallelStrategy(
+    lightning_strategy.OffloadStrategyMixin, strategies.DDPStrategy
+):
     """A `DDPStrategy` whose processes share updates, for the Trainer of `lightning.pytorch`."""
 
 
-class SSDOffloadStrategy(device_strategies.SingleDeviceMixin, strategies.SingleDeviceStrategy):
+class SSDOffloadStrategy(lightning_strategy.SingleDeviceMixin, strategies.SingleDeviceStrategy):
     """Trains with activations and optimizer states on host memory and SSDs, in `lightning.pytorch`.
 
     `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
@@ -29,7 +28,7 @@ class SSDOffloadStrategy(device_strategies.SingleDeviceMixin, strategies.SingleD
     parallel_class = SSDOffloadDataParallelStrategy
 
 
-class SSDOffloadFSDPStrategy(device_strategies.ShardedMixin, strategies.ModelParallelStrategy):
+class SSDOffloadFSDPStrategy(lightning_strategy.ShardedMixin, strategies.ModelParallelStrategy):
     """`ShardedMixin` for the Trainer of `lightning.pytorch`."""
 
 
@@ -38,7 +37,7 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, strategies.DeepSpeedStr
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.
-register_in(
+engine_strategy.register_in(
     strategies.StrategyRegistry,
     SSDOffloadStrategy,
     SSDOffloadFSDPStrategy,

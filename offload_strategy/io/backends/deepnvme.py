@@ -22,15 +22,17 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.posix import PosixBackend, is_buffered
 from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Bytes of one request to the kernel.
@@ -116,8 +118,6 @@ class _Handle:
     """One `aio_handle` with page-locked memory, which it would else lock for each request."""
 
     def __init__(self, aio: Any, block_size: int) -> None:
-        import torch
-
         depth = -(-block_size // _IO_BYTES)
         _check_room_for_events(4 * depth)
         # Its thread inherits the mask; a signal on that thread would end the process.
@@ -132,8 +132,6 @@ class _Handle:
 
     def move(self, fd: int, view: memoryview, offset: int, *, write: bool) -> None:
         """Write or read memory, with an unknown result."""
-        import torch
-
         memory = target = torch.frombuffer(view, dtype=torch.uint8)
         if not self._aio.is_pinned(target):
             memory = self._locked[: len(view)]
@@ -197,19 +195,13 @@ def _write_first(aio: Any) -> None:
 
 
 def _build() -> Any:
-    built: Future[Any] = Future()
+    def build() -> Any:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    def build() -> None:
-        try:
-            from deepspeed.ops.op_builder import AsyncIOBuilder
+        return AsyncIOBuilder().load(verbose=False)
 
-            built.set_result(AsyncIOBuilder().load(verbose=False))
-        except BaseException as error:
-            built.set_exception(error)
-
-    threading.Thread(target=build, name="deepnvme-build", daemon=True).start()
-    wait([built], _BUILD_SECONDS)
-    if not built.done():
+    built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
+    if built is None:
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
             f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "

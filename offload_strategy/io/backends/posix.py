@@ -59,40 +59,27 @@ class PosixBackend(Backend):
     """
 
     max_adjacent = _MAX_ADJACENT
+    threads: ThreadPool
 
     def __init__(self, *, threads: int, block_size: int) -> None:
         self.depth = threads
         self.block_size = block_size
         # One pool for both directions: a caller that submits at most `depth` requests of each, or
         # twice as many small ones, finds a thread for a read even when every write is stuck.
-        self._threads = ThreadPool("ssd-offload-io", 4 * threads)
+        self.threads = ThreadPool("ssd-offload-io", 4 * threads)
         self._bounce = BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
     def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin adjacent requests, if possible with one system call."""
         batch = _Batch(self, requests)
-        self._threads.submit(batch, batch.fail)
-
-    @property
-    def queued(self) -> int:
-        """Requests that no thread has begun."""
-        return self._threads.queued
-
-    def run_queued(self, what: str) -> bool:
-        """Run one queued request on the calling thread; False if there is none."""
-        return self._threads.run_queued(what)
-
-    def end_threads(self) -> None:
-        """Finish what was submitted and end the threads; later requests start them again."""
-        self._threads.end_threads()
+        self.threads.submit(batch, batch.fail)
 
     def close(self) -> None:
         """Finish what was submitted, end the threads for good and free the caller's buffer."""
-        self._threads.close()
+        self.threads.close()
         self.__dict__.pop("_bounce", None)
 
-    # ------------------------------------------------------------------ on the threads
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
         if request.before is not None:

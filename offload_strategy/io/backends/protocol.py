@@ -9,6 +9,10 @@ from importlib import import_module
 from typing import Any, Literal
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.io.backends.thread_pool import ThreadPool
+
+Done = Callable[[BaseException | None], None]
+"""What is called at the end of a request, with its error if there was one."""
 
 
 @dataclass(slots=True)
@@ -20,8 +24,8 @@ class BlockRequest:
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
-    With `whole_pages` a read may overwrite its memory up to the end of the last page. With
-    `stages`, `before` sets `address` to memory of its own, from which or to which the bytes move.
+    With `whole_pages` a read may overwrite its memory up to the end of the last page. `before` may
+    set `address` to memory of its own, from which or to which the bytes move.
     """
 
     write: bool
@@ -29,11 +33,10 @@ class BlockRequest:
     offset: int
     address: int
     nbytes: int
-    on_done: Callable[[BaseException | None], None]
+    on_done: Done
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
     whole_pages: bool = False
-    stages: bool = False
 
 
 class Backend(ABC):
@@ -49,6 +52,8 @@ class Backend(ABC):
     default_checksum: Literal["full", "sampled", "off"] = "sampled"
     #: How many requests `submit` takes at most.
     max_adjacent: int = 1
+    #: On which requests run, where they run on threads of this process.
+    threads: ThreadPool | None = None
 
     @abstractmethod
     def submit(self, requests: Sequence[BlockRequest]) -> None:
@@ -57,14 +62,16 @@ class Backend(ABC):
     @property
     def queued(self) -> int:
         """Requests that no thread has begun."""
-        return 0
+        return 0 if self.threads is None else self.threads.queued
 
     def run_queued(self, what: str) -> bool:
         """Run a queued request on this thread; False if there is none. A warning names `what`."""
-        return False
+        return self.threads is not None and self.threads.run_queued(what)
 
-    def end_threads(self) -> None:  # noqa: B027  # a backend may have none
+    def end_threads(self) -> None:
         """Wait for requests in flight, then end the threads; later requests start them again."""
+        if self.threads is not None:
+            self.threads.end_threads()
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from timeit import default_timer as perf_counter
+from typing import TypeVar
 
 from offload_strategy.telemetry import get_logger
 
@@ -28,6 +30,21 @@ SILENT_SECONDS = 30.0
 
 _Job = Callable[[], None]
 _Died = Callable[[BaseException], None] | None
+_Result = TypeVar("_Result")
+
+
+def run_within(seconds: float, call: Callable[[], _Result], name: str) -> Future[_Result] | None:
+    """Call on a thread of its own, which may never come back: then return None after so long."""
+    ended: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended if wait([ended], seconds).done else None
 
 
 class ThreadPool:
@@ -194,10 +211,10 @@ class ThreadPool:
         what, since = self._caller_runs or ("", now)
         if now - max(since, self._warned_at) > SILENT_SECONDS:
             self._warned_at = now
-            text = (
-                "waiting for %s for %.0f s; the path does not answer, training resumes when it does"
+            logger.warning(
+                f"waiting for {what} for {now - since:.0f} s; the path does not answer, training "
+                f"resumes when it does"
             )
-            logger.warning(text, what, now - since)
 
     def _may_end(self) -> bool:
         """Whether this thread may end; a new one replaces it if jobs are queued."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload_strategy.telemetry import Direction
@@ -33,7 +32,6 @@ class Transferred(NamedTuple):
         return self.nbytes / self.seconds if self.seconds > 0 else None
 
 
-@dataclass(slots=True)
 class BandwidthEstimator:
     """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
 
@@ -47,20 +45,14 @@ class BandwidthEstimator:
     time: what it carries under a load like this run's.
     """
 
-    _recent: dict[Direction, Transferred] = field(
-        default_factory=lambda: dict.fromkeys(Direction, Transferred())
-    )
-    _sustained: dict[Direction, Transferred] = field(
-        default_factory=lambda: dict.fromkeys(Direction, Transferred())
-    )
-    #: Since when a direction's queue has not been empty.
-    _full_since: dict[Direction, float | None] = field(
-        default_factory=lambda: dict.fromkeys(Direction)
-    )
-    #: Seconds for which the path was saturated; since when it is; what was accounted for.
-    _busy_seconds: float = 0.0
-    _busy_since: float | None = None
-    _accounted_seconds: float = 0.0
+    def __init__(self) -> None:
+        self._recent = dict.fromkeys(Direction, Transferred())
+        self._sustained = dict.fromkeys(Direction, Transferred())
+        # Since when a direction's queue has not been empty.
+        self._full_since: dict[Direction, float | None] = dict.fromkeys(Direction)
+        # Seconds for which the path was saturated, those accounted for, and since when it is.
+        self._busy_seconds = self._accounted_seconds = 0.0
+        self._busy_since: float | None = None
 
     def seed(self, *, read: float | None = None, write: float | None = None) -> None:
         """Begin with known rates in bytes per second; None where none is known."""

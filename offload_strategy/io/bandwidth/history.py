@@ -44,7 +44,6 @@ _FOLDER = "offload-strategy"
 _MAX_FILE_BYTES = 64 * 1024
 #: Files that were not written for this long are removed.
 _MAX_AGE_SECONDS = 180 * 24 * 3600
-#: By how much one run may change a rate at most.
 _MAX_CHANGE = 2.0
 _STRICT = ConfigDict(strict=True)
 
@@ -119,18 +118,13 @@ _FILE = TypeAdapter(_SavedRates)
 def updated_rate(before: MeasuredRate | None, rate: float, nbytes: int) -> MeasuredRate:
     """The rate to save after a run that began with `before`; see [Note: one odd run]."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    if before is None:
-        return MeasuredRate(rate, "observed", nbytes, 1, date)
-    change = min(max(math.sqrt(rate / before.rate), 1 / _MAX_CHANGE), _MAX_CHANGE)
-    # A probe is not a run, and its few bytes do not count.
-    observed = before.source == "observed"
-    return MeasuredRate(
-        before.rate * change,
-        "observed",
-        nbytes + (before.nbytes if observed else 0),
-        1 + (before.runs if observed else 0),
-        date,
-    )
+    runs = 0
+    if before is not None:
+        change = min(max(math.sqrt(rate / before.rate), 1 / _MAX_CHANGE), _MAX_CHANGE)
+        rate = before.rate * change
+        if before.source == "observed":  # a probe is not a run, and its few bytes do not count
+            runs, nbytes = before.runs, nbytes + before.nbytes
+    return MeasuredRate(rate, "observed", nbytes, runs + 1, date)
 
 
 def cache_directory() -> Path | None:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from offload_strategy.io.bandwidth.history import (
-    MeasuredRate,
-    PathIdentity,
-    Rates,
-    load_rates,
-    save_rates,
-    updated_rate,
-)
+from offload_strategy.io.bandwidth import history
+from offload_strategy.io.bandwidth.history import MeasuredRate, PathIdentity, Rates
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
@@ -37,71 +30,60 @@ class RateComparison(NamedTuple):
     observed: MeasuredRate | None
 
 
-@dataclass(slots=True)
-class _Path:
-    identity: PathIdentity
-    known: Rates
-
-
 class MeasuredPaths:
     """The paths of one run, which `processes` use together."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._paths: dict[PathQueue, _Path] = {}
+        self._paths: dict[PathQueue, tuple[PathIdentity, Rates]] = {}
 
     def add(self, queue: PathQueue, path: Path) -> None:
         """Add a path as the config names it, and begin with the rates that earlier runs saved."""
         identity = PathIdentity.of(
             path, queue.region.fd, processes=self._processes, backend=queue.backend
         )
-        self._begin_with(queue, _Path(identity, load_rates(identity)))
+        self._begin_with(queue, identity, history.load_rates(identity))
 
     def probe(self, queue: PathQueue) -> None:
         """Probe a path for a moment unless both of its directions are known."""
-        path = self._paths[queue]
-        if len(path.known) < len(Direction):
+        identity, known = self._paths[queue]
+        if len(known) < len(Direction):
             assert isinstance(queue.region, Region)
-            path.known = {**probe(queue.region, queue.backend), **path.known}
-            self._begin_with(queue, path)
+            self._begin_with(queue, identity, {**probe(queue.region, queue.backend), **known})
 
-    def _begin_with(self, queue: PathQueue, path: _Path) -> None:
-        self._paths[queue] = path
-        queue.bandwidth.seed(**{str(way): known.rate for way, known in path.known.items()})
+    def _begin_with(self, queue: PathQueue, identity: PathIdentity, known: Rates) -> None:
+        self._paths[queue] = identity, known
+        queue.bandwidth.seed(**{str(way): measured.rate for way, measured in known.items()})
 
     def expected(self, queue: PathQueue, direction: Direction) -> float | None:
         """Bytes per second that were known when the run began, or None."""
-        path = self._paths.get(queue)
-        known = None if path is None else path.known.get(direction)
+        known = self._paths[queue][1].get(direction) if queue in self._paths else None
         return None if known is None else known.rate
 
     def comparisons(self) -> Iterator[RateComparison]:
         """Compare each direction of each path with what was known of it."""
-        for queue, path in self._paths.items():
-            place = Path(path.identity.path)
+        for queue, (identity, known) in self._paths.items():
             for direction in Direction:
-                known, observed = path.known.get(direction), _observed(queue, direction)
-                yield RateComparison(place, direction, known, observed)
+                expected, observed = known.get(direction), _observed(queue, direction)
+                yield RateComparison(Path(identity.path), direction, expected, observed)
 
     def save(self) -> None:
         """Save what the run has observed for the next one, once. Never fails."""
-        for queue, path in self._paths.items():
-            observed = {way: rate for way in Direction if (rate := _observed(queue, way))}
-            after = dict(path.known)
-            for direction, seen in observed.items():
-                before = path.known.get(direction)
-                after[direction] = updated_rate(before, seen.rate, seen.nbytes)
+        for queue, (identity, known) in self._paths.items():
+            after = dict(known)
+            for direction in Direction:
+                if (seen := _observed(queue, direction)) is None:
+                    continue
+                before = known.get(direction)
+                after[direction] = history.updated_rate(before, seen.rate, seen.nbytes)
+                expected = f", where {before.rate / 1e9:.4g} was expected" if before else ""
                 logger.info(
-                    "%s, %s: %.4g GB/s over %s%s; the next run begins with %.4g",
-                    path.identity.path,
-                    direction,
-                    seen.rate / 1e9,
-                    format_size(seen.nbytes),
-                    "" if before is None else f", where {before.rate / 1e9:.4g} was expected",
-                    after[direction].rate / 1e9,
+                    f"{identity.path}, {direction}: {seen.rate / 1e9:.4g} GB/s over "
+                    f"{format_size(seen.nbytes)}{expected}; the next run begins with "
+                    f"{after[direction].rate / 1e9:.4g}"
                 )
-            if observed:
-                save_rates(path.identity, after)
+            if after != known:
+                history.save_rates(identity, after)
         self._paths.clear()
 
 

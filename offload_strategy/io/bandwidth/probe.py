@@ -5,22 +5,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import queue
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend
+from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.extents import Extent
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.region import Extent, Region
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, GiB, KiB, format_size
 
@@ -60,13 +59,13 @@ def probe(
     if the path is too full, fails, or does not answer for a minute.
     """
     run = _Measurement(region, backend, nbytes)
-    reach, rates = run.extent.nbytes, {}
+    reach, rates = run.extent.nbytes, dict[Direction, MeasuredRate]()
+
+    def progress(share: float) -> None:
+        on_progress((len(rates) + share) / len(Direction))
+
     try:
-        for begin, direction in ((0.0, Direction.WRITE), (0.5, Direction.READ)):
-
-            def progress(share: float, begin: float = begin) -> None:
-                on_progress(begin + share / 2)
-
+        for direction in (Direction.WRITE, Direction.READ):
             nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
             rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
             # What was never written reads as zeros without touching the disk: read no further.
@@ -87,7 +86,7 @@ def write_latencies(
 ) -> list[float]:
     """Return how long each of at most so many writes took, one at a time, for `seconds`."""
     latencies: list[float] = []
-    run = _Measurement(region, backend, 64 * nbytes, at_least=nbytes, slot_bytes=nbytes)
+    run = _Measurement(region, backend, 64 * nbytes, slot_bytes=nbytes)
     try:
         places, started, spent = run.extent.nbytes // nbytes, _clock(), 0.0
         while not latencies or (len(latencies) < most and spent < seconds):
@@ -121,15 +120,9 @@ class _Measurement:
     """
 
     def __init__(
-        self,
-        region: Region,
-        backend: Backend,
-        nbytes: int,
-        *,
-        at_least: int = _MIN_BYTES,
-        slot_bytes: int | None = None,
+        self, region: Region, backend: Backend, nbytes: int, slot_bytes: int | None = None
     ) -> None:
-        self.extent = _allocate(region, nbytes, at_least)
+        self.extent = _allocate(region, nbytes, slot_bytes or _MIN_BYTES)
         self._region = region
         # A queue of its own: neither metrics nor the path lock see a measurement.
         self._queue = PathQueue(region, backend, Recorder())
@@ -137,7 +130,7 @@ class _Measurement:
         block = min(backend.block_size, self.extent.nbytes) // PAGE_BYTES * PAGE_BYTES
         self._slot_bytes = slot_bytes or block
         self._moves: dict[int, Move] = {}  # by slot
-        self._ended: queue.SimpleQueue[tuple[int, Move, float]] = queue.SimpleQueue()
+        self._ended: SimpleQueue[tuple[int, Move, float]] = SimpleQueue()
         try:
             self._memory = _incompressible(self._slots, self._slot_bytes)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -220,7 +213,7 @@ class _Measurement:
         """Wait for the next move that ends; returns its bytes, and when it ended."""
         try:
             slot, move, ended_at = self._ended.get(timeout=STALLED_SECONDS)
-        except queue.Empty:
+        except Empty:
             raise self._no_answer() from None
         region = self._region
         del self._moves[slot]
@@ -235,22 +228,10 @@ class _Measurement:
 
     def _sync(self) -> float:
         """Wait until written pages are on the disk; returns when they were."""
-        errors = list[BaseException]()
-
-        def sync() -> None:
-            try:
-                os.fdatasync(self._region.fd)
-            except OSError as error:
-                errors.append(error)
-
-        # Not on this thread, which might never come back.
-        thread = threading.Thread(target=sync, name="ssd-offload-probe", daemon=True)
-        thread.start()
-        thread.join(STALLED_SECONDS)
-        if thread.is_alive():
+        sync = partial(os.fdatasync, self._region.fd)
+        if (ended := run_within(STALLED_SECONDS, sync, "ssd-offload-probe")) is None:
             raise self._no_answer()
-        if errors:
-            raise errors[0]
+        ended.result()
         return _clock()
 
     def _no_answer(self) -> StorageError:
@@ -261,7 +242,7 @@ class _Measurement:
         )
 
 
-def _note_end(ended: queue.SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
+def _note_end(ended: SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
     # Not a method of the measurement, which must not outlive an error with the moves.
     ended.put((slot, move, _clock()))
 

@@ -99,13 +99,8 @@ class Digests:
         for number, digest in self._computed(address, begin, nbytes):
             if self._values[number] not in (None, digest):
                 at = number * self.unit - begin
-                size = format_size(min(self.unit, nbytes - at))
-                raise CorruptDataError(
-                    f"{where}: {size} at offset {offset + at} are not what was written there "
-                    f"(checksum). The disk, its cable or the memory is failing: do not trust "
-                    f"anything of this run after the last checkpoint. Check the system's log, and "
-                    f"continue with another path."
-                )
+                size = min(self.unit, nbytes - at)
+                raise corrupt_data(where, size, offset + at, "checksum", "is failing")
 
     def _computed(self, address: int, begin: int, nbytes: int) -> Iterator[tuple[int, int]]:
         for at in range(0, nbytes, self.unit):
@@ -113,6 +108,15 @@ class Digests:
             lead = 0 if number else self._lead
             seed = hash((self._seed, number)) & 0xFFFF_FFFF_FFFF_FFFF
             yield number, self._checksum.digest(address + at + lead, size - lead, seed)
+
+
+def corrupt_data(where: str, nbytes: int, offset: int, by: str, why: str) -> CorruptDataError:
+    """Make the error for bytes that are not what was written; `by` names what has noticed it."""
+    return CorruptDataError(
+        f"{where}: {format_size(nbytes)} at offset {offset} are not what was written there ({by}). "
+        f"The disk, its cable or the memory {why}: do not trust anything of this run after the "
+        f"last checkpoint. Check the system's log, and continue with another path."
+    )
 
 
 def create_checksum(

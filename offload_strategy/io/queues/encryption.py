@@ -17,20 +17,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from offload_strategy.errors import ConfigError, CorruptDataError
+from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.posix import BounceBuffer, view_of
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.queues.checksums import DIGESTED_BYTES
-from offload_strategy.units import PAGE_BYTES, format_size
+from offload_strategy.io.queues.checksums import DIGESTED_BYTES, corrupt_data
+from offload_strategy.units import PAGE_BYTES
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class BlockCipher:
-    """Encrypts the blocks, of `block_size` bytes at most, of all paths of an engine.
-
-    Raises ConfigError if the package `cryptography` is not installed, or too old.
-    """
+    """Encrypts blocks of `block_size` bytes at most; ConfigError without the package for it."""
 
     def __init__(self, block_size: int) -> None:
         try:
@@ -77,13 +74,9 @@ class BlockCipher:
             try:
                 self._aead.decrypt_into(tag[:_NONCE_BYTES], sealed, _place(request, begin), part)
             except self._wrong_tag:
-                raise CorruptDataError(
-                    f"{where}: {format_size(len(part))} at offset {request.offset + begin} are not "
-                    f"what was written there (tag of the encryption). The disk, its cable or the "
-                    f"memory is failing, or somebody has changed what is there: do not trust "
-                    f"anything of this run after the last checkpoint. Check the system's log, and "
-                    f"continue with another path."
-                ) from None
+                why = "is failing, or somebody has changed what is there"
+                offset, by = request.offset + begin, "tag of the encryption"
+                raise corrupt_data(where, len(part), offset, by, why) from None
 
 
 class Tags:
@@ -111,7 +104,6 @@ class Tags:
             cipher.decrypt(request, plain, self.unit, self._values[here], where)
 
         request.before, request.after = before, None if request.write else decrypt
-        request.stages = True
 
 
 def _place(request: BlockRequest, begin: int) -> bytes:

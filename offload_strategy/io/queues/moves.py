@@ -13,7 +13,7 @@ from offload_strategy.io.queues.checksums import Digests
 from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
-from offload_strategy.io.regions.extents import Extent
+from offload_strategy.io.regions.region import Extent
 from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 
@@ -106,21 +106,11 @@ class Move:
         self.error: BaseException | None = None
         self.ended = Latch()
         self._queues = [stripe.queue for stripe in stripes]
+        hints = (one_block_at_a_time, whole_pages)
+        common = (client, direction, priority, self._part_ended, self.queued_at, *hints)
         self.parts = [
-            StripeMove(
-                client,
-                direction,
-                stripe.extent.offset,
-                stripe.nbytes,
-                address + stripe.begin,
-                stripe.digests,
-                priority,
-                self._part_ended,
-                self.queued_at,
-                one_block_at_a_time,
-                whole_pages,
-            )
-            for stripe in stripes
+            StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common)
+            for s in stripes
         ]
         self._parts_left = len(self.parts)
         self._finished: MoveState | None = None

@@ -28,6 +28,9 @@ from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB
 
+with contextlib.suppress(ImportError):  # Windows, where no tier has a path
+    import fcntl
+
 logger = get_logger(__name__)
 
 #: While a queue holds the lock, the moves that begin before this many bytes may be read.
@@ -48,7 +51,7 @@ class PathLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = os.open(path, os.O_RDONLY)
         self._presence: socket.socket | None = None
         self._pid = os.getpid()
         self._others = 0
@@ -77,8 +80,6 @@ class PathLock:
 
     def acquire(self) -> None:
         """Wait for the lock; raise OSError if the file system cannot lock, or after `close`."""
-        import fcntl  # not on Windows, where no tier has a path
-
         pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - perf_counter()
         if pause > 0:
             time.sleep(pause)
@@ -86,32 +87,30 @@ class PathLock:
 
     def release(self) -> None:
         """Release the lock. Harmless if it is not held, and after `close`."""
-        import fcntl
-
         with self._lock:
             self._released_at = perf_counter()
             try:
                 if self._fd >= 0:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
             except OSError:  # closing the file releases it, too; the path goes without from now on
-                fd, self._fd, self.works, self._others = self._fd, -1, False, 0
-                with contextlib.suppress(OSError):  # it is closed even so
-                    os.close(fd)
+                self.works, self._others = False, 0
+                self._close_file()
 
     def close(self) -> None:
         """Release the lock and no longer count as a user of the path. Idempotent."""
         with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # it is closed even so
-                os.close(fd)
+            self._close_file()
         if self._presence is not None:
             self._presence.close()
 
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # it is closed even so
+                os.close(fd)
+
     def _try_lock(self) -> bool:
         """Whether the file system locks directories (network file systems may not)."""
-        import fcntl
-
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -135,14 +134,10 @@ class PathLock:
     def _count_others(self) -> int:
         if self._presence is None:
             return max(0, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) - 1)
-        pids = set()
         with open(_SOCKET_TABLE, errors="replace") as table:
-            for line in table:
-                _, found, rest = line.partition("@" + self._prefix)
-                if found:
-                    pids.add(rest.partition("/")[0])
-        pids.discard(str(self._pid))
-        return len(pids)
+            names = (line.partition("@" + self._prefix)[2] for line in table)
+            pids = {name.partition("/")[0] for name in names if name}
+        return len(pids - {str(self._pid)})
 
 
 def _close_in_child() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from timeit import default_timer as perf_counter
 
-from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.backends.protocol import Backend, BlockRequest, Done
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.checksums import DIGESTED_BYTES, Checksum
 from offload_strategy.io.queues.encryption import BlockCipher
@@ -58,12 +56,12 @@ class PathQueue:
         path_lock: PathLock | None = None,
         checksum: Checksum | BlockCipher | None = None,
     ) -> None:
-        self.region = region
+        self.region, self.path, self.tier = region, region.path, region.tier
         self.backend = backend
         self.bandwidth = BandwidthEstimator()
         self.checksum = checksum
         self._recorder = recorder
-        self._where = f"tier {region.tier!r} at {region.path}"
+        self._where = f"tier {self.tier!r} at {self.path}"
         self._lock = threading.Lock()
         self._reads = RequestQueue()
         self._writes = RequestQueue()
@@ -74,16 +72,6 @@ class PathQueue:
         self._path_lock: PathLockHolder | None = None
         if path_lock is not None and path_lock.works:
             self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self.region.path
-
-    @property
-    def tier(self) -> str:
-        """Name of the tier that it belongs to."""
-        return self.region.tier
 
     def submit(self, part: StripeMove) -> None:
         """Queue a part of a move; for `Move.submit`, which defers Ctrl-C."""
@@ -239,13 +227,7 @@ class PathQueue:
         if self._path_lock is not None and part.direction is Direction.READ:
             self._path_lock.count(nbytes)
 
-    def _request(
-        self,
-        part: StripeMove,
-        begin: int,
-        nbytes: int,
-        done: Callable[[BaseException | None], None],
-    ) -> BlockRequest:
+    def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
         request = BlockRequest(
             write=part.direction is Direction.WRITE,
             fd=self.region.fd,
@@ -309,16 +291,9 @@ class PathQueue:
 
     def _end(self, part: StripeMove, *, started: bool) -> None:
         if started:
-            record = MoveRecord(
-                part.client,
-                self.tier,
-                str(self.path),
-                part.direction,
-                part.nbytes,
-                part.queued_at,
-                part.started_at,
-                perf_counter(),
-            )
+            place = (self.tier, str(self.path), part.direction, part.nbytes)
+            times = (part.queued_at, part.started_at, perf_counter())
+            record = MoveRecord(part.client, *place, *times)
             self._recorder.move_finished(record, completed=part.state is MoveState.DONE)
         part.on_end(part)
 

@@ -46,12 +46,12 @@ class StripeMove:
     `on_end` is called once it is done, failed or cancelled. For the hints see `Move`.
     """
 
-    client: str
-    direction: Direction
     offset: int
     nbytes: int
     address: int
     digests: Digests | Tags | None
+    client: str
+    direction: Direction
     priority: Priority
     on_end: Callable[[StripeMove], None]
     queued_at: float

@@ -9,11 +9,15 @@ import shutil
 import stat
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, MiB, format_size
+
+with contextlib.suppress(ImportError):  # Windows, where no tier has a path
+    import fcntl
 
 logger = get_logger(__name__)
 
@@ -39,11 +43,9 @@ def is_block_device(path: Path) -> bool:
 
 def discard(fd: int, begin: int, nbytes: int) -> None:
     """Discard a part of a device, if the device supports it."""
-    from fcntl import ioctl
-
     if nbytes:
         with contextlib.suppress(OSError):
-            ioctl(fd, _BLKDISCARD, struct.pack("=QQ", begin, nbytes))
+            fcntl.ioctl(fd, _BLKDISCARD, struct.pack("=QQ", begin, nbytes))
 
 
 def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tuple[int, int]:
@@ -53,10 +55,9 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
     With `direct` False, I/O goes through the page cache. Raises ConfigError if it cannot be used.
     """
     where = f"tier {tier!r} (tiers[].path)"
-    flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    flags |= os.O_DIRECT if direct else 0
+    flags = os.O_RDWR | os.O_EXCL | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path, flags | os.O_DIRECT if direct else flags)
     except OSError as error:
         raise ConfigError(f"{where}: {_open_error(path, error)}") from error
     try:
@@ -85,9 +86,7 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
                 f"overwrite: true for this tier or run `wipefs --all {path}`."
             )
         if found is not None:
-            logger.warning(
-                "tier %r: %s has %s on it, which is being overwritten", tier, path, found
-            )
+            logger.warning(f"tier {tier!r}: {path} has {found} on it, which is being overwritten")
     except BaseException:
         os.close(fd)
         raise
@@ -129,13 +128,10 @@ def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | Non
 
 def _query(fd: int, request: int) -> int:
     """Return the result of an ioctl that yields an int; 0 if the device does not support it."""
-    from fcntl import ioctl
-
     try:
-        (answer,) = struct.unpack("=i", ioctl(fd, request, bytes(4)))
+        return int.from_bytes(fcntl.ioctl(fd, request, bytes(4)), sys.byteorder, signed=True)
     except OSError:
         return 0
-    return int(answer)
 
 
 def _open_error(path: Path, error: OSError) -> str:

@@ -1,6 +1,7 @@
 """What a path queue reads and writes: the region of a tier, or an external file that is only read.
 
-A region is an unlinked, owner-only, preallocated file, or a raw block device.
+A region is an unlinked, owner-only, preallocated file, or a raw block device. Its extents are
+page-aligned; adjacent free ones are merged.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import errno
 import os
 import shutil
 import threading
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
+from offload_strategy.host_memory.arena import FreeRanges
 from offload_strategy.io.regions.block_devices import (
     HEAD_BYTES,
     discard,
@@ -22,15 +25,66 @@ from offload_strategy.io.regions.block_devices import (
     open_device,
 )
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES, check_directory
-from offload_strategy.io.regions.extents import Extent, ExtentAllocator
-from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, supports_direct_io
+from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, switch_to_direct_io
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import PAGE_BYTES, GiB, format_size, round_up
+from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 
 logger = get_logger(__name__)
 
 #: The file grows in steps of this size: few metadata operations, large contiguous ranges.
 GROWTH_BYTES = 1 * GiB
+#: Extents of at least this size take the lowest address, smaller ones the best fit.
+LARGE_BYTES = 8 * MiB
+#: So many of the lowest free ranges are compared for the best fit.
+_RANGES_TRIED = 64
+
+
+class Extent(NamedTuple):
+    """A page-aligned range of a region: `offset` and `nbytes` are multiples of the page size."""
+
+    offset: int
+    nbytes: int
+
+
+class ExtentAllocator:
+    """Best fit for small extents, first fit for large ones; not thread-safe.
+
+    Small extents fill gaps and never split a large hole. Large extents take a low address, so that
+    the tickets of a step, which are written one after the other, are adjacent. Steps that write and
+    free in the same pattern get the same extents again. What is before `begin` is not allocated.
+    """
+
+    def __init__(self, capacity: int, begin: int = 0) -> None:
+        self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
+        self.used_bytes = 0
+        self._allocated: dict[int, int] = {}  # start -> size
+        self._end = begin + self.capacity
+        self._free = FreeRanges(self._end)
+        if begin:
+            self._free.take(0, begin)
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
+        size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
+        large_enough = ((begin, end) for begin, end in self._free if end - begin >= size)
+        fitting = list(islice(large_enough, 1 if size >= LARGE_BYTES else _RANGES_TRIED))
+        if not fitting:
+            return None
+        start = fitting[0][0]
+        if len(fitting) > 1:
+            # What reaches the end was never used, or all behind it is free again: it comes last.
+            start = min((end == self._end, end - begin, begin) for begin, end in fitting)[2]
+        self._free.take(start, size)
+        self.used_bytes += size
+        self._allocated[start] = size
+        return Extent(start, size)
+
+    def free(self, extent: Extent) -> None:
+        """Free an extent; adjacent free ranges become one."""
+        assert self._allocated.get(extent.offset) == extent.nbytes, "freed twice"
+        del self._allocated[extent.offset]
+        self.used_bytes -= extent.nbytes
+        self._free.take_back(*extent)
 
 
 class Region:
@@ -154,48 +208,41 @@ class Region:
             )
         if is_memory_filesystem(self.path):
             logger.warning(
-                "tier %r: %s is a file system in main memory: what is written there still uses "
-                "host memory. Name a directory on a disk.",
-                self.tier,
-                self.path,
+                f"tier {self.tier!r}: {self.path} is a file system in main memory: what is written "
+                f"there still uses host memory. Name a directory on a disk."
             )
         return free - RESERVE_BYTES
 
     def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
-        direct_flag = getattr(os, "O_DIRECT", 0)
-        if direct is not False and direct_flag:
-            with contextlib.suppress(OSError):
-                fd = create_unnamed(self.path, direct_flag)
-                try:
-                    if supports_direct_io(fd):
-                        return fd, True
-                except OSError as error:
-                    os.close(fd)
-                    raise ConfigError(
-                        f"tier {self.tier!r}: {self.path} cannot be written and read: "
-                        f"{error.strerror}. Check the disk and the system's log, or name another "
-                        f"directory."
-                    ) from error
-                os.close(fd)
-        if direct is True:
-            raise ConfigError(
-                f"tier {self.tier!r}: {self.path} refuses direct I/O (io.direct: true). Use "
-                f"io.direct: auto for buffered I/O there, or a directory on a local disk."
-            )
-        if direct == "auto":
-            logger.warning(
-                "tier %r: %s does not support direct I/O; using buffered I/O, which also fills "
-                "the page cache.",
-                self.tier,
-                self.path,
-            )
+        """Return a new file, and whether its I/O is direct."""
+        where = f"tier {self.tier!r}: {self.path}"
         try:
-            return create_unnamed(self.path), False
+            fd = create_unnamed(self.path)
         except OSError as error:
             raise ConfigError(
                 f"tier {self.tier!r}: cannot create a file in {self.path}: {error.strerror}. "
                 f"Check the mount and the permissions, or name another directory."
             ) from error
+        try:
+            is_direct = direct is not False and switch_to_direct_io(fd)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{where} cannot be written and read: {error.strerror}. Check the disk and the "
+                f"system's log, or name another directory."
+            ) from error
+        if direct is True and not is_direct:
+            os.close(fd)
+            raise ConfigError(
+                f"{where} refuses direct I/O (io.direct: true). Use io.direct: auto for buffered "
+                f"I/O there, or a directory on a local disk."
+            )
+        if direct == "auto" and not is_direct:
+            text = (
+                "does not support direct I/O; using buffered I/O, which also fills the page cache."
+            )
+            logger.warning("%s %s", where, text)
+        return fd, is_direct
 
     def _reserve(self, end: int) -> None:
         """Grow the file to at least `end`, in large steps, within what is free."""
@@ -237,14 +284,13 @@ class ExternalFile:
         self.tier = tier
         self.direct = False
         self.fd = -1
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
         try:
             if direct and hasattr(os, "O_DIRECT"):
                 with contextlib.suppress(OSError):
-                    self.fd = os.open(self.path, flags | os.O_DIRECT)
+                    self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
                     self.direct = True
             if self.fd < 0:
-                self.fd = os.open(self.path, flags)
+                self.fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
         self._status = os.fstat(self.fd)

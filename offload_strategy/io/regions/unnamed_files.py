@@ -16,25 +16,24 @@ from offload_strategy.units import PAGE_BYTES, MiB
 _DIRTY_BYTES = 32 * MiB
 
 
-def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
+def create_unnamed(directory: Path) -> int:
     """Open an owner-only file that vanishes with its last descriptor, also after `kill -9`."""
-    flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
     if unnamed:
         try:
-            return os.open(directory, flags | unnamed | getattr(os, "O_EXCL", 0), 0o600)
+            return os.open(directory, os.O_RDWR | unnamed | os.O_EXCL, 0o600)
         except OSError as error:
             # Errors of file systems that do not support unnamed files.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     name = directory / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
-    flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(name, flags, 0o600)
     os.unlink(name)
     return fd
 
 
-def supports_direct_io(fd: int) -> bool:
+def _moves_pages(fd: int) -> bool:
     """Whether a page can be written and read back; OSError if the disk fails."""
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
@@ -51,21 +50,23 @@ def supports_direct_io(fd: int) -> bool:
         page.close()
 
 
-def switch_to_direct_io(fd: int) -> None:
-    """Switch an empty file to direct I/O if its file system supports it."""
+def switch_to_direct_io(fd: int) -> bool:
+    """Switch an empty file to direct I/O; False without support for it, OSError if a disk fails."""
     direct = getattr(os, "O_DIRECT", 0)
     if not direct:
-        return
+        return False
     from fcntl import F_GETFL, F_SETFL, fcntl
 
     flags = fcntl(fd, F_GETFL)
     try:
         fcntl(fd, F_SETFL, flags | direct)
     except OSError:
-        return
-    if not supports_direct_io(fd):
-        fcntl(fd, F_SETFL, flags)
-        os.ftruncate(fd, 0)
+        return False
+    if _moves_pages(fd):
+        return True
+    fcntl(fd, F_SETFL, flags)
+    os.ftruncate(fd, 0)
+    return False
 
 
 def grow(fd: int, begin: int, end: int) -> None:

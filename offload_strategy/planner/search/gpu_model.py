@@ -94,7 +94,6 @@ class GpuModel(SearchModel):
         """Return what has left the device, if host memory has no room for all of it."""
         return tuple(placement.offloaded) if placement.uses_drives else ()
 
-    # ------------------------------------------------------------------------ memory
     def place(self, settings: Settings) -> Placement:
         """Return where the tensors of a run are, and the memory that this needs."""
         request = self.request
@@ -159,7 +158,6 @@ class GpuModel(SearchModel):
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         return left, base + saved + (last - left if left else 0)
 
-    # ------------------------------------------------------------------------ time
     def step_time(self, placement: Placement) -> StepTime:
         """Predict the time of a step; see [Note: stages of a step]."""
         settings, shape, flops = placement.settings, self.shape, self.request.flops

@@ -31,7 +31,6 @@ from offload_strategy.planner.search.search_result import (
 from offload_strategy.planner.search.settings import Placement, Settings
 from offload_strategy.telemetry import Progress
 
-#: See [Note: the order of settings].
 _AS_FAST = 0.01
 #: Recomputed layers are tried in multiples of one part in so many of all layers.
 _RECOMPUTED_PARTS = 8
