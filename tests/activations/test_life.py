@@ -143,9 +143,8 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngi
 
 
 # ---------------------------------------------------------------------- when things end early
-def test_a_backward_after_closing_is_right_or_says_what_is_gone(disk: Path) -> None:
+def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine: OffloadEngine) -> None:
     model, expected = with_gradients(_sines)
-    engine = activations_only(disk)
     engine.attach(model)
     stored = model()
     on_disk(engine)

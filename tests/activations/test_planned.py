@@ -419,6 +419,11 @@ def test_settings_that_contradict_a_limit_are_refused(sections: dict[str, Any], 
         OffloadConfig(**{"planning": {"device_memory": "1GiB"}, **sections})
 
 
+def test_a_plan_without_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a plan"):
+        OffloadEngine(limited(tmp_path, plan=str(tmp_path / "plan.json")))
+
+
 def test_the_meter_sees_what_was_and_forgets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
