@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise
-from tests.training import assert_same_bits, bits, gradients, moved, on_disk
+from tests.activations.support import Calls, X, compare, network, noise, with_gradients
+from tests.training import (
+    Numbers,
+    activations_only,
+    assert_same_bits,
+    bits,
+    gradients,
+    moved,
+    on_disk,
+)
 
 
 def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None:
@@ -45,11 +56,18 @@ def test_activations_leave_in_eval_mode_if_gradients_are_recorded(engine: Offloa
     compare(engine, model, lambda: model(noise(4, 8)).sum())
 
 
-# ---------------------------------------------------------------------- when nothing leaves
+def test_gradients_are_the_same_through_a_module_that_calls_itself(engine: OffloadEngine) -> None:
+    def function(w: torch.Tensor, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        x = torch.tanh(x @ w)
+        return x if depth == 0 else model(x, depth - 1) * x
+
+    model, x = Calls(function), noise(3, 8).requires_grad_()
+    compare(engine, model, lambda: (model(x).pow(2).sum(), x))
+
+
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no gradients"])
 def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    x = noise(4, 8)
+    model, x = network(), noise(4, 8)
     expected = model(x)
     engine.attach(model)
     if how == "no gradients":
@@ -86,44 +104,130 @@ def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:
     loss.backward()
 
 
-# ---------------------------------------------------------------------- threads
 def test_two_threads_may_run_the_same_model(engine: OffloadEngine) -> None:
     """One trains in the middle of its forward while the other evaluates, begins and ends."""
     inside, resume = threading.Event(), threading.Event()
+    other = threading.current_thread()
 
-    def function(w: torch.Tensor, pause: bool) -> torch.Tensor:
+    def function(w: torch.Tensor) -> torch.Tensor:
         y = (X @ w).exp()
-        if pause:
+        if threading.current_thread() is not other:
             inside.set()
             resume.wait(30)
         return y.sin().sum()
 
-    model = Calls(function)
-    model(False).backward()
-    expected = gradients(model)
-    model.zero_grad()
+    model, expected = with_gradients(function)
     engine.attach(model)
-    errors: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            loss = model(True)
-            on_disk(engine)
-            loss.backward()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=train)
+    losses: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: losses.append(model()))
     thread.start()
     assert inside.wait(30)
     with torch.no_grad():
-        model(False)
-    other = model(False)
+        model()
+    losses.append(model())
     resume.set()
     thread.join(30)
-    assert errors == []
-    assert_same_bits(gradients(model), expected)
-    model.zero_grad()
-    other.backward()
-    assert_same_bits(gradients(model), expected)
+    on_disk(engine)
+    assert len(losses) == 2
+    for loss in losses:
+        model.zero_grad()
+        loss.backward()
+        assert_same_bits(gradients(model), expected)
     assert moved(engine) > 0
+
+
+# ---------------------------------------------------------------------- hooks around ours
+#: What hooks of a user's own make of a saved tensor, and the tensor of that again.
+HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "count": (lambda tensor: tensor, lambda packed: packed),
+    "compress": (lambda tensor: tensor.bfloat16(), lambda packed: packed.float()),
+    "compress into a tuple": (
+        lambda tensor: (tensor.dtype, tensor.to(torch.float64)),
+        lambda packed: packed[1].to(packed[0]),
+    ),
+}
+
+
+def run_under(
+    kind: str, model: nn.Module, between: Callable[[], object] = lambda: None
+) -> tuple[Numbers, list[str]]:
+    """Gradients of a step in hooks of a kind, and which calls of these there were."""
+    called: list[str] = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        called.append(f"pack {tuple(tensor.shape)}")
+        return HOOKS[kind][0](tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        called.append("unpack")
+        return HOOKS[kind][1](packed)
+
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "save on the host": save_on_cpu,
+        "allow mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    }
+    model.zero_grad()
+    torch.manual_seed(3)
+    with contexts[kind]() if kind in contexts else saved_tensors_hooks(pack, unpack):
+        loss = model(noise(6, 8)).pow(2).sum()
+        between()
+        loss.backward()
+    return gradients(model), called
+
+
+#: Whether what they make of a tensor is one, and leaves.
+@pytest.mark.parametrize(
+    ("kind", "leaves"),
+    [
+        ("count", True),
+        ("compress", True),
+        ("compress into a tuple", False),
+        ("save on the host", False),
+        ("allow mutation", False),
+    ],
+)
+def test_hooks_around_a_model_do_what_they_do_without_offload(
+    engine: OffloadEngine, kind: str, leaves: bool
+) -> None:
+    """Numbers too: where they change what is saved, they change it just the same."""
+    model = network().append(nn.Dropout(0.2))
+    expected, called = run_under(kind, model)
+    engine.attach(model)
+    for between in (lambda: None, lambda: on_disk(engine)):
+        got, called_now = run_under(kind, model, between)
+        assert_same_bits(got, expected)
+        assert called_now == called
+    assert (moved(engine) > 0) == leaves
+
+
+def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
+    """The innermost engine has what is saved inside; neither hides the hooks around them."""
+    inner = network()
+    model = nn.Sequential(network(), nn.Tanh(), inner)
+    expected, called = run_under("compress", model)
+    with activations_only(disk) as one, activations_only(disk) as two:
+        one.attach(model)
+        two.attach(inner)
+        got, called_now = run_under("compress", model, lambda: (on_disk(one), on_disk(two)))
+        assert min(moved(one), moved(two)) > 0
+    assert_same_bits(got, expected)
+    assert called_now == called
+
+
+def test_hooks_inside_a_model_are_called_in_place_of_ours(engine: OffloadEngine) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        y = (X @ w).exp()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = y.sin()
+        with save_on_cpu():
+            y = y * y
+        return y.exp().sum()
+
+    compare(engine, Calls(function))
+    assert packed == [64] * 3

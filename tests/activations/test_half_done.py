@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,58 +31,39 @@ _PATIENCE_SECONDS = 20.0
 
 
 # ---------------------------------------------------------------------- a training that can fail
-#: What happens at a place, once.
-_armed: dict[str, Callable[[], Any]] = {}
+#: What is raised at a place, once.
+_armed: dict[str, type[BaseException]] = {}
 
 
-def arm(place: str, fault: Callable[[], Any]) -> None:
-    """Let something happen the next time that training comes by a place."""
-    _armed[place] = fault
+class Failure(Exception):
+    """An error of the user's own."""
 
 
-def disarm() -> list[str]:
-    """Forget what did not happen, and say at which places."""
-    places = list(_armed)
-    _armed.clear()
-    return places
+def pass_by(place: str, tensor: Any = None) -> Any:
+    """Training is here, and goes on with a tensor unless something was armed."""
+    recomputes = place.endswith("region") and torch._C._current_graph_task_id() != -1
+    kind = _armed.pop(f"{place}, again" if recomputes else place, None)
+    if kind is KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(_PATIENCE_SECONDS)  # until the handler raises
+    elif kind is not None:
+        raise kind("half done")
+    return tensor
 
 
-def pass_by(place: str) -> None:
-    """Training is here."""
-    fault = _armed.pop(place, None)
-    if fault is not None:
-        fault()
-
-
-class _Marked(torch.autograd.Function):
+class _Sine(torch.autograd.Function):
     """An operation that notices its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        ctx.save_for_backward(x, y)
-        return y
+        ctx.save_for_backward(x.cos())
+        return x.sin()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        x, y = ctx.saved_tensors
+        (slope,) = ctx.saved_tensors
         pass_by("backward")
-        return grad * x.cos() + 0 * y
-
-
-class _Region(nn.Module):
-    """A checkpointed part of the model."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        again = torch._C._current_graph_task_id() != -1
-        pass_by(f"{self.name}, again" if again else self.name)
-        return self.layers[1:](x)
+        return grad * slope
 
 
 class Model(nn.Module):
@@ -91,26 +73,35 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
-        self.region, self.reentrant = _Region("region"), _Region("reentrant region")
-        self.first.register_forward_hook(lambda *_: pass_by("first module"))
-        self.last.register_forward_hook(lambda *_: pass_by("last module"))
-        self.middle.register_forward_pre_hook(lambda *_: pass_by("forward pre-hook"))
-        self.middle.register_forward_hook(lambda *_: pass_by("forward hook"))
-        self.middle.register_full_backward_pre_hook(lambda *_: pass_by("full backward pre-hook"))
-        self.middle.register_full_backward_hook(lambda *_: pass_by("full backward hook"))
-        self.middle.weight.register_post_accumulate_grad_hook(
-            lambda _: pass_by("post-accumulate hook")
+        self.region, self.reentrant = (
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2)
         )
+        for place, register in {
+            "first module": self.first.register_forward_hook,
+            "last module": self.last.register_forward_hook,
+            "region": self.region[0].register_forward_hook,
+            "reentrant region": self.reentrant[0].register_forward_hook,
+            "forward pre-hook": self.middle.register_forward_pre_hook,
+            "forward hook": self.middle.register_forward_hook,
+            "full backward pre-hook": self.middle.register_full_backward_pre_hook,
+            "full backward hook": self.middle.register_full_backward_hook,
+            "post-accumulate hook": self.middle.weight.register_post_accumulate_grad_hook,
+        }.items():
+            register(lambda *_, place=place: pass_by(place))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _Marked.apply(self.first(x))
+        x = _Sine.apply(self.first(x))
         x.register_hook(lambda _: pass_by("tensor hook"))
         x = checkpoint(self.region, x, use_reentrant=False)
         x = checkpoint(self.reentrant, x, use_reentrant=True)
         pass_by("middle of the model")
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(
+            # Detached, or what saves its own result owns itself, for ever.
+            lambda tensor: pass_by("pack of nested hooks", tensor.detach()),
+            lambda tensor: pass_by("unpack of nested hooks", tensor),
+        ):
             x = self.middle(x).exp()
-        x = x * torch.func.grad(self._inside_a_transform)(x.detach())
+        x = x * torch.func.grad(lambda v: pass_by("transform", v).sin().sum())(x.detach())
         with torch.no_grad():
             pass_by("no_grad")
         with torch.autocast("cpu", torch.bfloat16):
@@ -118,32 +109,13 @@ class Model(nn.Module):
             pass_by("autocast")
         return x.float()
 
-    @staticmethod
-    def _pack(tensor: torch.Tensor) -> torch.Tensor:
-        pass_by("pack of nested hooks")
-        return tensor.detach()  # or what saves its own result owns itself, for ever
-
-    @staticmethod
-    def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-        pass_by("unpack of nested hooks")
-        return tensor
-
-    @staticmethod
-    def _inside_a_transform(x: torch.Tensor) -> torch.Tensor:
-        pass_by("transform")
-        return x.sin().sum()
-
 
 class Training:
-    """Two micro-batches a step, an optimizer with momentum.
-
-    Args:
-        engine: offloads activations; None for plain PyTorch.
-    """
+    """Two micro-batches a step, an optimizer with momentum; without an engine plain PyTorch."""
 
     def __init__(self, engine: OffloadEngine | None = None) -> None:
         self.model = Model()
-        self.engine = engine
+        self.engine: Any = engine
         if engine is not None:
             engine.attach(self.model)
         # After ours: an error in the first is one that our pre-hook does not hear of.
@@ -153,26 +125,22 @@ class Training:
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         self.optimizer.register_step_pre_hook(lambda *_: pass_by("step pre-hook"))
 
-    def batches(self, seed: int) -> Iterator[torch.Tensor]:
-        """Two batches of four rows."""
-        return (noise(4, 8, seed=2 * seed + index) for index in range(2))
-
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+    def loss(self, seed: int, scale: float = 1.0) -> torch.Tensor:
         """Of one micro-batch."""
+        batch = scale * noise(4, 8, seed=seed)
         y = self.model(batch)
-        error = (y - batch).pow(2)
         pass_by("loss")
-        return error.mean()
+        return (y - batch).pow(2).mean()
 
     def step(self, seed: int) -> Numbers:
         """A whole step; loss, gradients and weights."""
         torch.manual_seed(seed)
         self.optimizer.zero_grad()
         losses = []
-        for index, batch in enumerate(self.batches(seed)):
+        for index in range(2):
             if self.engine is not None:
                 self.engine.microbatch(index, last=index == 1)
-            loss = self.loss(batch)
+            loss = self.loss(2 * seed + index)
             pass_by(f"between, {index}")
             loss.backward()
             losses.append(loss.detach())
@@ -182,138 +150,107 @@ class Training:
 
 
 # ---------------------------------------------------------------------- how it fails
-@pytest.fixture(scope="module")
-def expected() -> Numbers:
-    """Loss, gradients and weights of the second step of plain PyTorch in which nothing failed."""
-    training = Training()
-    training.step(0)
-    return training.step(1)
+def _fails(place: str, kind: type[BaseException], training: Training) -> None:
+    _armed[place] = kind
+    with pytest.raises(kind):
+        training.step(99)
 
 
-class Failure(Exception):
-    """An error of the user's own."""
-
-
-def _raise(kind: type[BaseException]) -> Callable[[], None]:
-    def fault() -> None:
-        raise kind("half done")
-
-    return fault
-
-
-def _press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(_PATIENCE_SECONDS)  # until the handler raises
-
-
-#: Where it fails, and how. The rest of the name is what the step was doing.
-FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
-    **{
-        f"error: {place}": (Failure, place, _raise(Failure))
-        for place in (
-            "first module", "middle of the model", "last module", "forward pre-hook",
-            "forward hook", "before everything", "pre-hook of the model", "hook of the model",
-            "region", "reentrant region", "region, again", "reentrant region, again",
-            "pack of nested hooks", "unpack of nested hooks", "transform", "no_grad", "autocast",
-            "loss", "between, 0", "between, 1", "backward", "tensor hook", "post-accumulate hook",
-            "full backward pre-hook", "full backward hook", "step pre-hook",
-        )
-    },
-    **{
-        f"{kind.__name__}: {place}": (kind, place, _raise(kind))
-        for kind in (SystemExit, GeneratorExit)
-        for place in ("middle of the model", "backward", "transform")
-    },
-    **{
-        f"Ctrl-C: {place}": (KeyboardInterrupt, place, _press_ctrl_c)
-        for place in (
-            "first module", "pack of nested hooks", "region", "transform", "loss", "between, 1",
-            "backward", "region, again", "reentrant region, again", "post-accumulate hook",
-            "step pre-hook",
-        )
-    },
-}  # fmt: skip
-
-
-def fail_at(place: str, fault: Callable[[], Any], kind: type[BaseException]) -> Any:
-    """A way to leave a step: something happens at a place that it comes by."""
-
-    def way(training: Training) -> None:
-        arm(place, fault)
-        with pytest.raises(kind):
-            training.step(99)
-
-    return way
-
-
-def _fail_in_a_scope(training: Training, kind: type[BaseException]) -> None:
-    assert training.engine is not None
-    arm("loss", _raise(kind))
+def _fails_in_a_scope(kind: type[BaseException], training: Training) -> None:
+    _armed["loss"] = kind
     with pytest.raises(kind), training.engine.forward():
-        training.loss(next(training.batches(99)))
+        training.loss(99)
 
 
-# ---------------------------------------------------------------------- ways of their own
-def _fails_in_flight(place: str, order: list[int]) -> Callable[[Training], None]:
+def _fails_in_hooks_around(training: Training) -> None:
+    place = "pack of hooks around"
+    with saved_tensors_hooks(lambda tensor: pass_by(place, tensor), lambda tensor: tensor):
+        _fails(place, Failure, training)
+
+
+def _fails_in_flight(place: str, order: list[int], training: Training) -> None:
     """Several forwards are under way when one forward or backward fails."""
 
-    def way(training: Training) -> None:
-        def schedule() -> None:
-            batch = next(training.batches(99))
-            losses = []
-            for index in range(3):
-                if index == 2 and place != "backward":
-                    arm(place, _raise(Failure))
-                losses.append(training.loss(batch * index))
-            for number, index in enumerate(order):
-                if number == 1:
-                    arm(place, _raise(Failure))
-                losses[index].backward()
+    def schedule() -> None:
+        losses = []
+        for index in range(3):
+            if index == 2 and place != "backward":
+                _armed[place] = Failure
+            losses.append(training.loss(99, index))
+        losses[order[0]].backward()
+        _armed[place] = Failure
+        for index in order[1:]:
+            losses[index].backward()
 
-        with pytest.raises(Failure):
-            schedule()
-
-    return way
+    with pytest.raises(Failure):
+        schedule()
 
 
-def _thread_dies(place: str) -> Callable[[Training], None]:
-    def way(training: Training) -> None:
-        arm(place, _raise(Failure))
+def _thread_dies(place: str, training: Training) -> None:
+    def run() -> None:
+        with suppress(Failure):
+            training.step(99)
 
-        def run() -> None:
-            with suppress(Failure):
-                training.step(99)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(_PATIENCE_SECONDS)
-        assert not thread.is_alive()
-
-    return way
+    _armed[place] = Failure
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    assert not thread.is_alive()
 
 
 def _exception_that_holds_the_graph(training: Training) -> None:
     """Kept for a while, as a notebook keeps the last one; the graph lives as long."""
-    arm("between, 1", _raise(Failure))
+    _armed["between, 1"] = Failure
     try:
         training.step(99)
     except Failure as error:
         kept = error
-    assert training.engine is not None
     assert training.engine._resources.store.live_tickets > 0
     del kept
 
 
+def _interrupted_before_backward_has_used_anything(training: Training) -> None:
+    """Nothing is known of such a pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trace, "used", lambda *_: pass_by("use"))
+        _fails("use", KeyboardInterrupt, training)
+
+
+#: What is raised, and where.
+FAULTS: dict[type[BaseException], tuple[str, ...]] = {
+    Failure: (
+        "first module", "middle of the model", "last module", "forward pre-hook", "forward hook",
+        "before everything", "pre-hook of the model", "hook of the model", "region",
+        "reentrant region", "region, again", "reentrant region, again", "pack of nested hooks",
+        "unpack of nested hooks", "transform", "no_grad", "autocast", "loss", "between, 0",
+        "between, 1", "backward", "tensor hook", "post-accumulate hook", "full backward pre-hook",
+        "full backward hook", "step pre-hook",
+    ),
+    SystemExit: ("middle of the model", "backward", "transform"),
+    GeneratorExit: ("middle of the model", "backward", "transform"),
+    KeyboardInterrupt: (
+        "first module", "pack of nested hooks", "region", "transform", "loss", "between, 1",
+        "backward", "region, again", "reentrant region, again", "post-accumulate hook",
+        "step pre-hook",
+    ),
+}  # fmt: skip
+
 WAYS: dict[str, Callable[[Training], None]] = {
-    **{name: fail_at(place, fault, kind) for name, (kind, place, fault) in FAULTS.items()},
-    "forward of the third in flight": _fails_in_flight("middle of the model", [0, 1, 2]),
-    "backward of the second in flight": _fails_in_flight("backward", [0, 1, 2]),
-    "recompute in flight": _fails_in_flight("region, again", [1, 2, 0]),
-    "thread dies in forward": _thread_dies("middle of the model"),
-    "thread dies in backward": _thread_dies("backward"),
-    "error in a scope": lambda training: _fail_in_a_scope(training, Failure),
-    "KeyboardInterrupt in a scope": lambda training: _fail_in_a_scope(training, KeyboardInterrupt),
+    **{
+        f"{kind.__name__}: {place}": partial(_fails, place, kind)
+        for kind, places in FAULTS.items()
+        for place in places
+    },
+    "forward of the third in flight": partial(_fails_in_flight, "middle of the model", [0, 1, 2]),
+    "backward of the second in flight": partial(_fails_in_flight, "backward", [0, 1, 2]),
+    "recompute in flight": partial(_fails_in_flight, "region, again", [1, 2, 0]),
+    "thread dies in forward": partial(_thread_dies, "middle of the model"),
+    "thread dies in backward": partial(_thread_dies, "backward"),
+    "error in a scope": partial(_fails_in_a_scope, Failure),
+    "KeyboardInterrupt in a scope": partial(_fails_in_a_scope, KeyboardInterrupt),
+    "error in hooks around": _fails_in_hooks_around,
     "exception is kept": _exception_that_holds_the_graph,
+    "before backward has used anything": _interrupted_before_backward_has_used_anything,
 }
 
 
@@ -336,16 +273,23 @@ def assert_nothing_is_left(engine: OffloadEngine) -> None:
     assert held() == (0, 0)
 
 
+@pytest.fixture(scope="module")
+def expected() -> Numbers:
+    """The second step of plain PyTorch in which nothing failed."""
+    training = Training()
+    training.step(0)
+    return training.step(1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_after(way: str, engine: OffloadEngine, expected: Numbers) -> None:
     training = Training(engine)
     training.step(0)
     WAYS[way](training)
-    assert disarm() == [], "it never came by"
+    assert not _armed, "it never came by"
     assert_nothing_is_left(engine)
     assert_same_bits(training.step(1), expected)
     assert_nothing_is_left(engine)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_one_after_the_other(disk: Path, expected: Numbers) -> None:
@@ -355,22 +299,7 @@ def test_one_after_the_other(disk: Path, expected: Numbers) -> None:
         training.step(0)
         for way in WAYS.values():
             way(training)
-            disarm()
+            _armed.clear()
         assert_nothing_is_left(engine)
         assert_same_bits(training.step(1), expected)
         assert_nothing_is_left(engine)
-
-
-def test_interrupted_before_backward_has_used_anything(
-    engine: OffloadEngine, expected: Numbers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is known of such a pass, and the next one begins as if it had not been."""
-    training = Training(engine)
-    training.step(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trace, "used", lambda *_: _raise(KeyboardInterrupt)())
-        with pytest.raises(KeyboardInterrupt):
-            training.step(99)
-    assert_nothing_is_left(engine)
-    assert_same_bits(training.step(1), expected)
-    assert_nothing_is_left(engine)

@@ -1,18 +1,23 @@
-"""Saved tensors of every kind come back with the very bits."""
+"""Saved tensors of every kind come back with the very bits, each storage once, or have to stay."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise, written
-from tests.training import bits
+from offload_strategy.activations.eligibility import Stays, UnsupportedTensors, why_it_stays
+from offload_strategy.weights.parameter_registry import ParameterRegistry
+from tests.activations.support import Calls, Saves, X, compare, noise, with_gradients, written
+from tests.training import activations_only, assert_same_bits, bits, gradients, on_disk
 
 #: What torch's own samples of operators (tests/conformance) do not have.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -37,6 +42,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         noise(2, 8, 5, 5).contiguous(memory_format=torch.channels_last), w.reshape(8, 8, 1, 1)
     ).exp().sum(),
     "in-place relu": lambda w: F.relu(F.relu(X @ w, inplace=True) @ w, inplace=True).sum(),
+    "a change between two that save it": lambda w: _changed_in_between(w * 2),
     "a change before it is saved": lambda w: (w * 2).mul_(3).exp_().sin().sum(),
     "compressed sparse matrices": lambda w: (torch.eye(8).to_sparse_csr() @ (w * 2)).exp().sum(),
     "opaque layouts": lambda w: F.linear(X, w).to_mkldnn().relu().to_dense().exp().sum(),
@@ -60,6 +66,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         torch.func.grad(torch.func.grad(lambda v: (v.sin() * v).exp()))
     )((w * 1).view(-1)),
     "functionalize": lambda w: torch.func.functionalize(lambda v: v.sin().mul_(2).exp())(w * 2),
+    "a transform that fails": lambda w: _failing_transform(w) + (X @ w).exp(),
     "a Jacobian of autograd's own": lambda w: torch.autograd.functional.jacobian(
         lambda v: (v @ w).sin().sum(0), X, create_graph=True
     ),
@@ -77,24 +84,17 @@ def _parts_of_complex(w: torch.Tensor) -> torch.Tensor:
     return (part.imag.exp() * part.imag).sum() + (part[1:] * part[:-1].abs()).abs()
 
 
-def _save(*others: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """An identity that saves tensors, and compares them in backward with what it was given."""
+def _failing_transform(w: torch.Tensor) -> torch.Tensor:
+    with pytest.raises(RuntimeError, match="scalar"):
+        torch.func.grad(lambda v: v.sin())(w)
+    return w * 2
 
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(*saved)
-            return x.clone()
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            for got, given in zip(ctx.saved_tensors, others, strict=True):
-                assert got.stride() == given.stride()
-                assert (got.is_conj(), got.is_neg()) == (given.is_conj(), given.is_neg())
-                assert bits(got) == bits(given)
-            return grad, *([None] * len(others))
-
-    return lambda x: Save.apply(x, *others)
+def _changed_in_between(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        first = (y.detach().clone().requires_grad_() * y).sum()
+        y += 1
+    return (y * y).sum() + first
 
 
 _NAMES = (
@@ -122,9 +122,24 @@ def test_every_dtype_comes_back_in_every_arrangement(
         saved.append(part[0, 1].expand(4, 3))
         if dtype is not torch.complex32:  # for which torch cannot compute the values of both
             saved.append(torch._neg_view(part[1]).conj())
-    save = _save(*saved)
-    model = Calls(lambda w: save((X @ w).exp()).sum())
-    compare(engine, model, lambda: model())
+
+    class Save(torch.autograd.Function):
+        """An identity that saves tensors, and compares them in backward with what it was given."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*tensors)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            for got, given in zip(ctx.saved_tensors, saved, strict=True):
+                assert got.stride() == given.stride()
+                assert (got.is_conj(), got.is_neg()) == (given.is_conj(), given.is_neg())
+                assert bits(got) == bits(given)
+            return grad, *([None] * len(saved))
+
+    compare(engine, Calls(lambda w: Save.apply((X @ w).exp(), *saved).sum()))
     assert 24 * dtype.itemsize in written(engine)
 
 
@@ -132,22 +147,236 @@ def test_every_dtype_comes_back_in_every_arrangement(
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype) st:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
-    model = Calls(lambda w: FUNCTIONS[name](w).sum() + (X @ w).exp().sin().sum())
-    compare(engine, model, lambda: model())
+    compare(engine, Calls(lambda w: FUNCTIONS[name](w).sum() + (X @ w).exp().sin().sum()))
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
-class _Recursive(nn.Module):
+# ---------------------------------------------------------------------- views
+DATA = noise(1000, 8)
+
+
+def _attention(w: torch.Tensor) -> torch.Tensor:
+    whole = X @ w  # 256 bytes
+    q, k, v = whole[:, :3], whole[:, 2:6], whole[:, 4:]
+    return (q * q).sum() + (k * k).exp().sum() + (v * whole[:, :4]).sum() + (whole**2).sum()
+
+
+def _parts_of_a_product(w: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        whole = w @ X
+    parts = [whole[:, :3].data, whole[:, 3:5].data, whole[:, 5:].data]
+    assert all(part._base is None for part in parts)
+    return Saves.apply(w * 1, *parts).sum()
+
+
+#: And the sizes of what leaves; weights stay.
+VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]] = {
+    "views of a product": (_attention, [128, 256, 256]),  # and x, and what exp saved of itself
+    "views without a base": (_parts_of_a_product, [256]),  # as a compiled region saves them
+    "a small view of a large storage": (lambda w: (DATA[10:20] @ w).sum(), [10 * 8 * 4]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_one_storage_is_written_and_read_once(name: str, engine: OffloadEngine) -> None:
+    function, sizes = VIEWS[name]
+    model, expected = with_gradients(function)
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+    assert written(engine) == sizes
+    loss.backward()
+    assert engine.metrics()["offload/activations/step_saved_bytes"] == sum(sizes)
+    read = [record.nbytes for record in engine._recorder.moves if record.direction == "read"]
+    assert sorted(read) == sizes
+    assert_same_bits(gradients(model), expected)
+
+
+def test_loaded_bytes_go_when_their_last_view_was_used(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: [(part.exp() * part).sum() for part in (X @ w * 1.5).chunk(4)])
+    engine.attach(model)
+    parts = model()
+    on_disk(engine)
+    for part in parts:
+        part.backward(retain_graph=True)
+    assert engine.metrics()["offload/memory/pinned_bytes"] > 0
+    usage = engine._resources.pool.usage()
+    assert usage.lent_bytes == 0, "something is still in memory"
+
+
+@pytest.mark.parametrize(
+    ("options", "leave"),
+    [
+        ({"min_size": 257}, []),
+        ({"min_size": 256}, [256, 256]),
+        ({"budget": 0}, []),
+        ({"budget": 300}, [256]),
+        ({"budget": "50%"}, [128, 128]),
+        ({"budget": "100%"}, [128, 128, 256, 256]),
+    ],
+)
+def test_the_options_say_what_leaves(disk: Path, options: Any, leave: list[int]) -> None:
+    def function(w: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(w * 1)  # saved: 256 bytes, after w, which stays
+        z = torch.exp(y[:4] * 1)  # 128
+        u = torch.exp(z * 1)  # 128
+        return torch.exp(torch.cat([z, u]) * 1).sum()  # 256
+
+    model, grads = with_gradients(function)
+    with activations_only(disk, **options) as engine:
+        engine.attach(model)
+        loss = model()
+        on_disk(engine)
+        assert written(engine) == leave
+        loss.backward()
+        assert_same_bits(gradients(model), grads)
+
+
+# ---------------------------------------------------------------------- what stays, and why
+def wrapper() -> torch.Tensor:
+    """A tensor that consists of others, as those of libraries of quantization."""
+    return TwoTensor(torch.randn(8, 8), torch.randn(8, 8))
+
+
+class Model(nn.Module):
+    """Weights of every kind."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.wrapper = nn.Parameter(wrapper(), requires_grad=False)
+        self.wrappers = nn.Parameter(TwoTensor(wrapper(), wrapper()), requires_grad=False)
+        self.register_buffer("mask", torch.ones(8, 8))
+        self.register_buffer("table", torch.ones(8, 8), persistent=False)
 
-    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
-        x = torch.tanh(self.layer(x))
-        return x if depth == 0 else self(x, depth - 1) * x
+
+def registry_of(model: nn.Module) -> ParameterRegistry:
+    registry = ParameterRegistry()
+    registry.add_module(model)
+    registry.refresh()
+    return registry
 
 
-def test_gradients_are_the_same_through_a_module_that_calls_itself(engine: OffloadEngine) -> None:
-    torch.manual_seed(0)
-    model, x = _Recursive(), noise(3, 8).requires_grad_()
-    compare(engine, model, lambda: (model(x).pow(2).sum(), x))
+def _given_up() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+def _wrapped() -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    torch.func.vmap(lambda x: seen.append(x) or x)(torch.ones(4))
+    return seen[0]
+
+
+def _nested(layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+KINDS: dict[Stays | None, dict[str, Callable[[Any], torch.Tensor]]] = {
+    Stays.WEIGHT: {
+        "a parameter": lambda m: m.weight,
+        "a detached alias": lambda m: m.weight.detach(),
+        "its transpose": lambda m: m.weight.t(),
+        "a slice of a view": lambda m: m.weight.view(4, 16)[1:, ::2],
+        "expanded": lambda m: m.weight[0].expand(100, 8),
+        "a frozen one": lambda m: m.frozen.t(),
+        "a buffer": lambda m: m.mask[2:],
+        "a buffer that is not saved": lambda m: m.table,
+        "a wrapper of two tensors": lambda m: m.wrapper,
+        "a transpose of it": lambda m: m.wrapper.t(),
+        "what it holds": lambda m: m.wrapper.a,
+        "a view of what it holds": lambda m: m.wrapper.data.a.view(-1)[3:],
+        "what it holds besides": lambda m: m.wrapper.b,
+        "what a wrapper within a wrapper holds": lambda m: m.wrappers.a.b,
+        "a lower precision": lambda m: m.weight.bfloat16(),
+        "a transpose in lower precision": lambda m: m.weight.bfloat16().t(),
+        "the transpose in it": lambda m: m.weight.t().half(),
+        "a slice in it, viewed": lambda m: m.weight[2:4].double().view(-1),
+        "a parameter that was made on the way": lambda m: nn.Parameter(torch.ones(8)),
+        "a view of such": lambda m: nn.Parameter(torch.ones(8, 2)).t(),
+    },
+    None: {
+        "something computed from it": lambda m: m.weight * 1,
+        "a lower precision of that": lambda m: (m.weight * 1).bfloat16(),
+        "an expanded weight in lower precision": lambda m: m.weight[0].expand(100, 8).bfloat16(),
+        "an input": lambda m: torch.ones(8, requires_grad=True),
+        "an input in lower precision": lambda m: torch.ones(8, requires_grad=True).bfloat16(),
+        "a conjugate": lambda m: torch.ones(4, dtype=torch.complex64).conj(),
+        "a scalar": lambda m: m.weight.sum(),
+    },
+    Stays.SUBCLASS: {
+        "a subclass": lambda m: wrapper(),
+        "jagged": lambda m: _nested(torch.jagged),
+    },
+    Stays.LAYOUT: {
+        "sparse": lambda m: torch.eye(4).to_sparse(),
+        "compressed sparse": lambda m: torch.eye(4).to_sparse_csr(),
+        "opaque": lambda m: torch.eye(4).to_mkldnn(),
+    },
+    Stays.NESTED: {"nested": lambda m: _nested()},
+    Stays.QUANTIZED: {
+        "quantized": lambda m: torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
+    },
+    Stays.EMPTY: {
+        "without data": lambda m: torch.empty(4, device="meta"),
+        "without elements": lambda m: torch.empty(4, 0),
+        "zeros that only say so": lambda m: torch._efficientzerotensor(4),
+        "without its memory": lambda m: _given_up(),
+    },
+    Stays.INFERENCE: {"of an inference": lambda m: _inference()},
+    Stays.TRANSFORM: {"what a transform wraps": lambda m: _wrapped()},
+}
+
+
+@pytest.mark.parametrize("reason", KINDS)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # that some kinds are in beta or on their way
+def test_why_it_stays_or_that_it_leaves(reason: Stays | None) -> None:
+    model, kinds = Model(), KINDS[reason]
+    registry = registry_of(model)
+    found = {name: why_it_stays(make(model), registry.is_weight) for name, make in kinds.items()}
+    assert found == dict.fromkeys(kinds, reason)
+
+
+def test_an_address_means_nothing_once_its_weight_is_gone() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    registry = registry_of(model)
+    (reference,) = registry._storages.values()
+    other = torch.empty(4, 4)
+    # The allocator gives the address to somebody else, now or later.
+    registry._storages[other.untyped_storage()._cdata] = reference
+    assert not registry.is_weight(other)
+    assert registry.is_weight(model.weight)
+    del model
+    assert reference() is None
+    assert not registry.is_weight(other)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_what_stays_is_counted_and_each_kind_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counts = UnsupportedTensors()
+    quantized = torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
+    with caplog.at_level(logging.INFO, "offload_strategy"):
+        counts.note(Stays.WEIGHT, noise(4), 0)
+        counts.note(Stays.EMPTY, noise(0), 0)
+        assert not caplog.records
+        for _ in range(3):
+            counts.note(Stays.SUBCLASS, wrapper(), 0)
+            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse(), 0)
+            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr(), 0)
+            counts.note(Stays.QUANTIZED, quantized, 1000)
+    assert counts.nbytes == 3 * 2 * 256 + 3 * 80 + 3 * 88 + 3 * 16
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert "two_tensor.TwoTensor (512 B) stays in memory" in said[0]
+    assert "torch.sparse_coo" in said[1]
+    assert "torch.sparse_csr" in said[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.utils.checkpoint import (
 )
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import compare, noise, written
-from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
+from tests.activations.support import noise, written
+from tests.training import Numbers, assert_same_bits, gradients, moved, on_disk, saved_storages
 
 Region = Callable[[torch.Tensor], torch.Tensor]
 Around = Callable[[Region, torch.Tensor], torch.Tensor]
@@ -83,46 +84,47 @@ class Model(nn.Module):
         return self.around(self.region, F.relu(self.out(x))).sum()
 
 
+class Step:
+    """A step of a model with two regions; it and its input have the gradients of a plain step."""
+
+    def __init__(self, way: str) -> None:
+        self.model, self.x = Model(WAYS[way]), noise(4, 8).requires_grad_()
+        self.expected = self()
+
+    def __call__(self, between: Callable[[], object] = lambda: None) -> Numbers:
+        torch.manual_seed(3)
+        self.model.zero_grad()
+        self.x.grad = None
+        loss = self.model(self.x)
+        between()
+        loss.backward()
+        return {"loss": loss.detach(), "x": self.x.grad, **gradients(self.model)}
+
+
 # Inside of a reentrant region the first pass computes no gradients, which the inner one remarks on.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_regions_are_computed_again_and_only_their_inputs_leave(
     engine: OffloadEngine, way: str
 ) -> None:
-    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
-    seen = saved_storages(lambda: model(x), [*model.parameters(), *model.buffers()])
+    step = Step(way)
+    model, left = step.model, list[int]()
+    seen = saved_storages(lambda: model(step.x), [*model.parameters(), *model.buffers()])
     engine.attach(model)
-    loss = model(x)
-    on_disk(engine)
-    left = written(engine)
-    loss.backward()
-    on_disk(engine)
-    assert moved(engine) == sum(left), "nothing leaves in backward"
-    assert left == sorted(storage.nbytes() for storage in seen)
-    assert sum(left) < 8 * 4 * 8 * 4, "nothing as wide as the regions are inside"
-    engine.detach_model(model)
-    x.grad = None
-    compare(engine, model, lambda: (model(x), x))
 
-
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "two non-reentrant"])
-def test_the_same_when_backward_runs_inside_the_scope(engine: OffloadEngine, way: str) -> None:
-    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
-    torch.manual_seed(3)
-    model(x).backward()
-    expected = gradients(model)
-    engine.attach(model)
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(3)
-        with engine.forward():
-            loss = model(x)
-            on_disk(engine)
-            left = moved(engine)
-            loss.backward()
+    def forward_is_over() -> None:
         on_disk(engine)
-        assert moved(engine) == left
-        assert_same_bits(gradients(model), expected)
+        left.append(moved(engine))
+        if len(left) == 1:
+            assert written(engine) == sorted(storage.nbytes() for storage in seen)
+
+    for scope in (nullcontext, nullcontext, engine.forward):  # around the backward pass, too
+        with scope():
+            assert_same_bits(step(forward_is_over), step.expected)
+        on_disk(engine)
+        assert moved(engine) == left[-1], "nothing leaves in backward"
+    assert left[0] < 8 * 4 * 8 * 4, "nothing as wide as the regions are inside"
+    assert_same_bits(step(), step.expected)  # without waiting for the disk
 
 
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "selective, products saved"])
@@ -131,19 +133,10 @@ def test_a_model_may_be_attached_inside_of_a_region(
     engine: OffloadEngine, way: str, part: str
 ) -> None:
     """Its calls are inside of the region's, in forward and again in backward."""
-    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
-
-    def run() -> None:
-        model.zero_grad()
-        torch.manual_seed(3)
-        model(x).backward()
-
-    run()
-    expected = gradients(model)
-    engine.attach(model.region if part == "the region" else model.region[0])
+    step = Step(way)
+    engine.attach(step.model.region if part == "the region" else step.model.region[0])
     for _ in range(2):
-        run()
-        assert_same_bits(gradients(model), expected)
+        assert_same_bits(step(), step.expected)
     on_disk(engine)
     assert moved(engine) == 0  # its inputs belong to whoever calls it, the rest is made again
     # Scopes of two calls in two steps; a reentrant region's first pass computes no gradients.

@@ -1,30 +1,29 @@
-"""Transforms of torch.func around a model and inside of it, and anomaly mode."""
+"""Models that are transformed, compiled, traced or captured: they work, or it is said why not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise
-from tests.training import bits
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    # No dropout: transforms within transforms allow no random numbers.
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
+from offload_strategy import OffloadEngine, OffloadError
+from offload_strategy.examples.gpt import GPT
+from tests.activations.support import Calls, X, compare, network, noise
+from tests.training import assert_same_bits, bits, gradients, left_bytes, moved, on_disk
 
 
 def batch(step: int) -> torch.Tensor:
     return noise(6, 8, seed=step)
 
 
+# ---------------------------------------------------------------------- torch.func
 def _per_sample(model: nn.Module) -> list[torch.Tensor]:
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
@@ -35,31 +34,22 @@ def _per_sample(model: nn.Module) -> list[torch.Tensor]:
     return list(slopes(parameters, batch(0)).values())
 
 
+def _slopes(model: nn.Module, output: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(output.pow(2).sum(), list(model.parameters())))
+
+
 AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
-    "vmap": lambda m: list(
-        torch.autograd.grad(
-            torch.func.vmap(m)(batch(0)[:, None]).pow(2).sum(),
-            list(m.parameters()),
-        )
-    ),
+    "vmap": lambda m: _slopes(m, torch.func.vmap(m)(batch(0)[:, None])),
     "gradients per sample": _per_sample,
     "Jacobians": lambda m: [torch.func.jacrev(m)(batch(0)[0])],
-    "vector-Jacobian products": lambda m: [
-        torch.func.vjp(m, batch(0))[1](torch.ones(6, 8))[0]
-    ],
-    "Jacobian-vector products": lambda m: [
-        *torch.func.jvp(m, (batch(0),), (batch(1),))
-    ],
+    "vector-Jacobian products": lambda m: [torch.func.vjp(m, batch(0))[1](torch.ones(6, 8))[0]],
+    "Jacobian-vector products": lambda m: [*torch.func.jvp(m, (batch(0),), (batch(1),))],
     "Hessians": lambda m: [torch.func.hessian(lambda x: m(x).pow(2).sum())(batch(0)[0])],
-    "other parameters": lambda m: list(
-        torch.autograd.grad(
-            torch.func.functional_call(
-                m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),)
-            ).pow(2).sum(),
-            list(m.parameters()),
-        )
+    "other parameters": lambda m: _slopes(
+        m,
+        torch.func.functional_call(m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("transform", AROUND)
@@ -75,19 +65,6 @@ def test_a_model_may_be_called_by(transform: str, engine: OffloadEngine) -> None
     engine.attach(model)
     assert run() == expected
     assert run() == expected
-
-
-def test_an_error_inside_a_transform_leaves_the_scope_as_it_was(engine: OffloadEngine) -> None:
-    def fail(v: torch.Tensor) -> torch.Tensor:
-        raise ValueError("inside")
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(ValueError, match="inside"):
-            torch.func.grad(fail)(w)
-        return (X @ w).exp().sin().sum()
-
-    model = Calls(function)
-    compare(engine, model, lambda: model())
 
 
 def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(
@@ -108,9 +85,8 @@ def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sum())
     with torch.autograd.detect_anomaly():
-        compare(engine, model, lambda: model())
+        compare(engine, Calls(lambda w: (X @ w).exp().sum()))
     model = Calls(lambda w: ((w - w) * 1).sqrt().mul(0).sum())
     engine.attach(model)
     with (
@@ -119,3 +95,147 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine: Offlo
         pytest.warns(UserWarning, match="in SqrtBackward0"),
     ):
         model().backward()
+
+
+# ---------------------------------------------------------------------- compiled
+@pytest.fixture
+def nothing_compiled_remains() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+def _in_place(*modules: nn.Module) -> None:
+    for module in modules:
+        module.compile(backend="aot_eager")
+
+
+class Break(nn.Module):
+    """Where the graph of a model breaks, which branches on its data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x.tanh() if x.sum() > 0 else x
+
+
+#: How a model is compiled, and when it is attached: before, after, or after by its inner module.
+ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "attach, compile": (compiled, "before"),
+    "compile, attach": (lambda m: compiled(m, fullgraph=True), "after"),
+    "compile, attach the inner": (compiled, "inner"),
+    "attach, compile in place": (_in_place, "before"),
+    "compile in place, attach": (_in_place, "after"),
+    "compile blocks, attach": (lambda m: _in_place(*m.children()), "after"),
+    "compile a graph that breaks, attach": (compiled, "after"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("nothing_compiled_remains")
+def test_a_compiled_model_is_the_same_in_whatever_order(order: str, engine: OffloadEngine) -> None:
+    plain, model = network(), network()
+    compile_model, when = ORDERS[order]
+    if "breaks" in order:
+        plain, model = (nn.Sequential(each, Break(), network()) for each in (plain, model))
+    if when == "before":
+        engine.attach(model)
+    call = compile_model(model) or model
+    if when != "before":
+        engine.attach(model if when == "inner" else call)
+    for sign in (1, 1, -1):
+        for each, function in ((plain, plain), (model, call)):
+            each.zero_grad()
+            loss = function(noise(4, 8) * sign).pow(2).sum()
+            on_disk(engine)
+            loss.backward()
+        assert_same_bits(gradients(model), gradients(plain))
+    assert moved(engine) > 0
+
+
+@pytest.mark.usefixtures("nothing_compiled_remains")
+def test_one_graph_around_an_attached_model_is_refused_with_advice(engine: OffloadEngine) -> None:
+    model = network()
+    engine.attach(model)
+    with pytest.raises(Exception, match="compile first, and attach what it returns"):
+        compiled(model, fullgraph=True)(noise(4, 8))
+    engine.detach_model(model)
+    compiled(model, fullgraph=True)(noise(4, 8))
+
+
+@pytest.mark.usefixtures("nothing_compiled_remains")
+def test_generated_kernels_get_the_same_inputs(
+    engine: OffloadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They check the strides of what was saved, and rely on its alignment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(36, 8)
+    ).to(memory_format=torch.channels_last)
+    # No pool of processes, and no programs that try what the processor can do.
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
+        call = torch.compile(model)
+        x = noise(2, 3, 5, 5).requires_grad_()
+        compare(engine, call, lambda: (call(x).pow(2).sum(), x))
+
+
+# ---------------------------------------------------------------------- traced, without data
+def _fake(model: nn.Module) -> None:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        model(noise(4, 8)).sum().backward()
+    model.zero_grad()
+
+
+TRACES: dict[str, Callable[[nn.Module], Any]] = {
+    "make_fx": lambda m: make_fx(m)(noise(4, 8)),
+    "make_fx of a training step": lambda m: make_fx(lambda x: _slopes(m, m(x)))(noise(4, 8)),
+    "torch.export": lambda m: torch.export.export(m, (noise(4, 8),)),
+    "torch.export, not strict": lambda m: torch.export.export(m, (noise(4, 8),), strict=False),
+    "torch.jit.trace": lambda m: torch.jit.trace(m, noise(4, 8)),
+    "torch.fx": torch.fx.symbolic_trace,
+    "fake tensors": _fake,
+}
+
+
+@pytest.mark.parametrize("how", TRACES)
+@pytest.mark.usefixtures("nothing_compiled_remains")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_nothing_leaves_while_a_model_is_traced(how: str, engine: OffloadEngine) -> None:
+    model = network()
+    engine.attach(model)
+    traced = TRACES[how](model)
+    on_disk(engine)
+    assert moved(engine) == 0
+    if traced is not None and how != "make_fx of a training step":
+        call = traced.module() if hasattr(traced, "module") else traced
+        assert torch.equal(call(noise(4, 8)), model(noise(4, 8)))
+    model(noise(4, 8)).sum().backward()
+    assert left_bytes(engine.metrics()) > 0
+
+
+def test_a_capture_into_a_cuda_graph_is_refused(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    engine.attach(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(OffloadError, match=r"CUDA graph.*activations\.enabled: false"):
+            model(noise(4, 8))
+        with torch.no_grad():
+            model(noise(4, 8))  # nothing would leave
+    model(noise(4, 8)).sum().backward()
+    assert left_bytes(engine.metrics()) > 0
+
+
+def test_torch_compile_leaves_this_package_alone_but_for_models_of_its_examples(
+    engine: OffloadEngine,
+) -> None:
+    engine.attach(network())
+    is_left_alone = torch._dynamo.trace_rules.check
+    assert is_left_alone(OffloadEngine.metrics)
+    assert not is_left_alone(GPT.forward)

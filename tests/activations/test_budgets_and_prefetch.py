@@ -1,0 +1,340 @@
+"""How much leaves, by what a path can hide and its drives may take, and what is fetched ahead."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy.activations import write_budget
+from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, Budget
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.prefetch import UseOrderHistory
+from offload_strategy.engine import metrics as engine_metrics
+from offload_strategy.units import GiB, MiB
+from tests.activations.support import noise
+from tests.training import (
+    Block,
+    Numbers,
+    activations_only,
+    assert_same_history,
+    attached,
+    backward_history,
+    on_disk,
+    same_with_and_without,
+    settings,
+)
+
+
+# ---------------------------------------------------------------------- the automatic budget
+@dataclass
+class SlowPath:
+    """A path that takes what it is told to."""
+
+    waiting: int = 0
+    write: float | None = None
+    read: float | None = None
+    memory: int = 0
+    waits: list[float] = field(default_factory=list)
+    clears: bool = False
+
+    def writing_bytes(self) -> int:
+        return self.waiting
+
+    def rate(self, *, write: bool) -> float | None:
+        return self.write if write else self.read
+
+    def has_room_in_memory(self, nbytes: int) -> bool:
+        return nbytes <= self.memory
+
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        self.waits.append(seconds)
+        if self.clears:
+            self.waiting = min(self.waiting, nbytes)
+        return 0.0
+
+
+def step(saved: int, left: int, waited: float = 0.0) -> Trace:
+    """A step of ten seconds that is over."""
+    trace = Trace()
+    trace.started_at = 0.0
+    trace.saved_bytes, trace.left_bytes, trace.waited = saved, left, waited
+    trace.uses = [(0, 10.0, waited)]
+    return trace
+
+
+def offer(budget: AutomaticBudget, nbytes: int, trace: Trace, idle: float | None = None) -> bool:
+    """As the pack hook does."""
+    trace.saved_bytes += nbytes
+    if budget.admits(nbytes, trace, idle):
+        trace.left_bytes += nbytes
+        return True
+    return False
+
+
+def test_a_path_that_is_behind_gets_no_more() -> None:
+    path, trace = SlowPath(), Trace()
+    budget = AutomaticBudget(path, GiB)
+    assert all(offer(budget, 10 * MiB, trace) for _ in range(100))
+    path.waiting = 60 * MiB
+    assert not offer(budget, 10 * MiB, trace)
+    assert path.waits == []  # nothing is known yet of how long a step takes
+    path.waiting = 50 * MiB
+    assert offer(budget, 10 * MiB, trace)
+
+
+def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
+    path, trace = SlowPath(clears=True), Trace()
+    budget = AutomaticBudget(path, GiB)
+    budget.learn(step(GiB, GiB))
+    assert offer(budget, 10 * MiB, trace)
+    path.waiting = 500 * MiB
+    assert offer(budget, 10 * MiB, trace)
+    assert path.waits == [pytest.approx(10.0 * ALLOWANCE)]
+
+
+def test_host_memory_takes_whatever_the_path_is_doing() -> None:
+    path, trace = SlowPath(waiting=GiB, memory=MiB), Trace()
+    budget = AutomaticBudget(path, 16 * MiB)
+    assert offer(budget, MiB, trace)
+    assert not offer(budget, 2 * MiB, trace)
+    # What waits to be written is bounded by the memory that is allowed.
+    budget.learn(step(GiB, GiB))
+    path.waiting, path.memory = 20 * MiB, 0
+    assert not offer(budget, MiB, Trace())
+
+
+def test_what_is_used_soon_stays() -> None:
+    path, trace = SlowPath(write=100 * MiB, read=100 * MiB), Trace()
+    budget = AutomaticBudget(path, GiB)
+    budget.learn(step(GiB, GiB))
+    assert not offer(budget, 10 * MiB, trace, idle=0.1)  # out and back take 0.2 s
+    assert offer(budget, 10 * MiB, trace, idle=0.3)
+    assert offer(budget, 10 * MiB, trace, idle=None)
+    path.write = path.read = 1.0  # a path that was slow once is tried again
+    assert offer(budget, 10 * MiB, Trace(), idle=1.5)
+
+
+@pytest.mark.parametrize(
+    ("read", "passes"),
+    [
+        # 1.1 s of 10 s: one second too many, in which the path reads 100 MiB; then more again.
+        (100, [(1000, 1.1, 90), (900, 0, 92), (900, 0, 96), (900, 0, 100), (900, 0, 100)]),
+        # Two seconds, in which the path could have read all of it: one late pass may be chance (it
+        # paused), two are not (it is too slow). Then the limit begins to grow anew.
+        (1000, [(1000, 2, 80), (800, 2, 0), (0, 0, 2), (20, 2, 1), (10, 0, 3)]),
+    ],
+)
+def test_less_leaves_after_a_backward_that_waited_and_more_again_later(
+    read: int, passes: list[tuple[int, float, int]]
+) -> None:
+    """Each pass: MiB that left, seconds that it waited, and items that may leave next time."""
+    budget = AutomaticBudget(SlowPath(read=float(read * MiB)), GiB)
+    for left, waited, expected in passes:
+        budget.learn(step(1000 * MiB, left * MiB, waited=waited))
+        trace = Trace()
+        assert sum(offer(budget, 10 * MiB, trace) for _ in range(100)) == expected
+
+
+def test_the_amount_is_told_once_when_it_has_settled(caplog: pytest.LogCaptureFixture) -> None:
+    budget = AutomaticBudget(SlowPath(), GiB)
+    with caplog.at_level(logging.INFO, logger="offload_strategy"):
+        for _ in range(10):
+            budget.learn(step(1000 * MiB, 300 * MiB))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "300 MiB of 1000 MiB" in told
+
+
+# ---------------------------------------------------------------------- prefetching
+def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
+    book, trace, again = UseOrderHistory(), Trace(), Trace()
+    for made in (trace, again):
+        made.saved(made.prefix_with(torch.empty(2)), 4)
+    trace.saved(trace.prefix_with(torch.empty(3)), 4)
+    trace.saved_at[:] = [1.0, 2.0]
+    trace.uses += [(1, 5.0, 0.0), (0, 9.0, 0.5)]
+    book.learn(trace)
+    assert book.times(Trace().prefix_with(torch.empty(2)))[0] == 7.5
+    assert book.times(again.prefix_with(torch.empty(3)))[0] == 3.0
+    assert book.times(again.prefix_with(torch.empty(3, 3))) == (None, None)
+
+
+class Crossed(nn.Module):
+    """Backward does not go through the branches in the reverse order of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [torch.tanh(branch(x + number)) for number, branch in enumerate(self.branches)]
+        return (made[2] * made[0]).sum() + (made[1] * made[3]).exp().mean()
+
+
+BATCH = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+
+
+def figure(engine: OffloadEngine, name: str) -> float:
+    return engine.metrics()[f"offload/activations/{name}"]
+
+
+def test_a_learned_order_has_no_misses(disk: Path) -> None:
+    plain, model = Crossed(), Crossed()
+    expected = backward_history(plain, lambda step: plain(BATCH), steps=6)
+    misses: list[float] = []
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        got = backward_history(
+            model,
+            lambda step: model(BATCH),
+            steps=6,
+            between=lambda: on_disk(engine),
+            after=lambda: misses.append(figure(engine, "missed_loads") - sum(misses)),
+        )
+    assert_same_history(got, expected)
+    # What is asked for first cannot have been fetched ahead of anything.
+    assert misses[0] >= 1
+    assert misses[-3:] == [1, 1, 1]
+
+
+def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    lent: list[int] = []
+    with activations_only(disk, prefetch=64 * 32 * 4) as engine:
+        engine.attach(model)
+        loss = model(noise(64, 32)).sum()
+        on_disk(engine)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: lent.append(engine._resources.pool.usage().lent_bytes)
+            )
+        loss.backward()
+    assert 0 < max(lent) <= 3 * 64 * 32 * 4
+
+
+def test_forward_passes_under_one_hint_are_one_record(engine: OffloadEngine) -> None:
+    model = Crossed()
+    engine.attach(model)
+    sizes = []
+    for hinted in (False, True):
+        if hinted:
+            engine.microbatch(0, last=True)
+        (model(BATCH) + model(2 * BATCH)).backward()
+        sizes.append(figure(engine, "step_saved_bytes"))
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_a_step_without_all_of_its_backward_is_learned_from_as_well(engine: OffloadEngine) -> None:
+    model = Crossed()
+    engine.attach(model)
+    misses = []
+    for _ in range(4):
+        out = model(BATCH)
+        on_disk(engine)
+        before = figure(engine, "missed_loads")
+        torch.autograd.grad(out, list(model.branches[0].parameters()))
+        misses.append(figure(engine, "missed_loads") - before)
+        del out
+    assert misses[0] > misses[-1] == 1
+
+
+# ---------------------------------------------------------------------- writes per day
+STEP_SECONDS = 60.0
+
+
+class Training:
+    """Steps of a minute each, and what activations and states have written by the end of each."""
+
+    def __init__(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.disk, self.now, self.written = disk, 1000.0, list[tuple[int, int]]()
+        for module in (write_budget, engine_metrics):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+    def config(self, per_step: float | None, host: str | None = None) -> dict[str, Any]:
+        made = settings(self.disk, host, optimizer={"overlap": "off"})
+        if per_step is not None:
+            made["tiers"][-1]["writes_per_day"] = int(per_step * 86400 / STEP_SECONDS)
+        return made
+
+    def run(self, config: Any, steps: int = 3) -> dict[str, float]:
+        """Train with and without an engine; returns its metrics."""
+        self.written.clear()
+        return same_with_and_without(lambda engine: self._losses(engine, steps), config)
+
+    def _losses(self, engine: OffloadEngine | None, steps: int) -> list[Numbers]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(16) for _ in range(4)))
+        optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-3))
+        found: list[Numbers] = []
+        for _ in range(steps):
+            loss = model(torch.randn(8, 16, 16)).square().mean()
+            if engine is not None:
+                on_disk(engine)  # a write that backward comes before is cancelled
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({"loss": loss.detach()})
+            if engine is not None:
+                on_disk(engine)
+                done = engine._recorder.client_bytes
+                self.written.append((done["activations", "written"], done["optimizer", "written"]))
+            self.now += STEP_SECONDS
+        return found
+
+    def without_budget(self) -> tuple[int, int]:
+        """What a step writes without a budget, of activations and of states."""
+        self.run(self.config(None))
+        activations, states = (b - a for a, b in zip(*self.written[-2:], strict=True))
+        assert activations > states > 0, "what is measured below shows"
+        return activations, states
+
+
+@pytest.fixture
+def training(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(disk, monkeypatch)
+
+
+def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    activations, states = training.without_budget()
+    per_step = states + activations / 2
+    metrics = training.run(training.config(per_step), steps=40)
+    for count, written in enumerate(training.written[9:], start=10):
+        assert 0.95 <= sum(written) / (count * per_step) <= 1.05, count
+    per_day = metrics["offload/endurance/written_bytes_per_day"]
+    assert per_day == pytest.approx(per_step * 86400 / STEP_SECONDS, rel=0.05)
+    assert "writes_per_day" not in caplog.text
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
+def test_what_must_move_goes_on_and_the_run_is_told_once_after_an_hours_worth(
+    training: Training,
+    has_room: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    activations, states = training.without_budget()
+    monkeypatch.setattr(Budget, "may_stay", lambda *_: has_room)
+    training.run(training.config(states / 4), steps=20)
+    (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
+    assert told.startswith("tier nvme: this run has written")
+    assert "cannot be kept" in told
+    assert training.written[-1] == (activations * (1 if has_room else 20), 20 * states)
+
+
+def test_a_dram_tier_needs_no_budget_and_processes_share_it(training: Training) -> None:
+    limited = OffloadConfig.load(training.config(1000, host="1MiB"))
+    metrics = training.run(limited)
+    assert metrics["offload/activations/step_left_bytes"] > 0
+    assert training.written[-1] == (0, 0)
+    shared, whole = limited.divided(4).tiers[-1].writes_per_day, limited.tiers[-1].writes_per_day
+    assert shared == (whole or 0) // 4
