@@ -1,7 +1,5 @@
 """`ssd-offload bench` measures paths, prints what it found, and leaves nothing on them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

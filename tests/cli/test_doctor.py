@@ -1,7 +1,5 @@
 """`ssd-offload doctor`, and what each of its checks says of machines and paths."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """The commands around files: configs, reports of runs, and what is known of paths."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`ssd-offload init` writes a launch file for this machine, or adds its section to one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

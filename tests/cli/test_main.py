@@ -1,7 +1,5 @@
 """`ssd-offload` in a process that also does other things: its garbage collector stays as it was."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """`ssd-offload plan` prints three ways or the best settings, or says what is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

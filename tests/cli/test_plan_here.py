@@ -1,7 +1,5 @@
 """`ssd-offload plan MODEL` says what this machine can train, in three ways, and what to buy."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -212,7 +210,7 @@ def test_one_directory_is_found_on_each_disk(tmp_path, monkeypatch):
     assert len(disks) == len(set(disks))
 
 
-def test_an_answer_at_once_imports_no_compiler() -> None:
+def test_an_answer_at_once_imports_no_compiler():
     # An optimizer of torch imports one, which takes longer than all the rest.
     script = (
         "import sys; from offload_strategy.cli import main; main(['plan', 'gpt2']); "

@@ -1,7 +1,5 @@
 """`ssd-offload plan --profile | SCRIPT` plans a step that was profiled, and replays it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

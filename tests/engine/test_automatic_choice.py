@@ -1,7 +1,5 @@
 """What leaves where the config leaves it open (``mode: auto``): as much as memory requires."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +62,8 @@ CASES = {
 
 @pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
 def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, before: int, batch: int, leave: set[str]
-) -> None:
+    disk, monkeypatch, before, batch, leave
+):
     plain, model = network(), network()
     train(plain, torch.optim.AdamW(plain.parameters()), batch)
     own = torch.optim.AdamW(model.parameters())
@@ -89,9 +87,7 @@ def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_that_accumulate_count_as_a_whole(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, accumulates: bool
-) -> None:
+def test_gradients_that_accumulate_count_as_a_whole(disk, monkeypatch, accumulates):
     in_use(monkeypatch, 376)
     model = network()
     with OffloadEngine(sections(disk)) as engine:
@@ -101,7 +97,7 @@ def test_gradients_that_accumulate_count_as_a_whole(
         assert engine.effective_config().parameters.enabled is accumulates
 
 
-def test_what_the_config_says_wins(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_config_says_wins(disk, monkeypatch):
     in_use(monkeypatch, 332)
     model = network()
     own = torch.optim.AdamW(model.parameters())
@@ -127,9 +123,7 @@ def test_what_the_config_says_wins(disk: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"optimizer": {"overlap": "off"}, "parameters": {"min_size": 1}}, ["auto", True, "auto"]),
     ],
 )
-def test_sections_with_settings_are_on(
-    disk: Path, given: dict[str, Any], enabled: list[Any]
-) -> None:
+def test_sections_with_settings_are_on(disk, given, enabled):
     config = OffloadConfig.load(sections(disk, **given))
     assert [config.activations.enabled, config.optimizer.enabled, config.parameters.enabled] == (
         enabled
@@ -138,9 +132,7 @@ def test_sections_with_settings_are_on(
     assert OffloadConfig(**yaml.safe_load(config.to_yaml())) == config
 
 
-def test_a_limit_below_what_is_in_use_is_refused_before_a_step(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_below_what_is_in_use_is_refused_before_a_step(disk, monkeypatch):
     in_use(monkeypatch, 600)
     model = network()
     before = weights(model)
@@ -152,9 +144,7 @@ def test_a_limit_below_what_is_in_use_is_refused_before_a_step(
         assert_same_bits(weights(model), before)
 
 
-def test_growing_batches_make_activations_leave_in_the_pass_that_needs_it(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_batches_make_activations_leave_in_the_pass_that_needs_it(disk, monkeypatch):
     in_use(monkeypatch, 232)
     model = network()
     with OffloadEngine(sections(disk)) as engine:

@@ -1,13 +1,10 @@
 """The engine as its users meet it: what it refuses, what it reports, how it ends."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +68,7 @@ def assert_trains_by_itself(net: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- attaching
 @pytest.fixture
-def engine(disk: Path) -> Any:
+def engine(disk):
     with OffloadEngine(settings(disk)) as made:
         yield made
 
@@ -92,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(disk: Path, kind: str) -> None:
+def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(disk, kind):
     """Where the config asks for it by name."""
     make, message = REFUSED[kind]
     net = model()
@@ -103,7 +100,7 @@ def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(disk: Path, k
         train(net, engine.attach(net, AdamW(net.parameters())))  # a better one is welcome
 
 
-def test_what_cannot_be_attached_is_refused_with_the_reason(engine: OffloadEngine) -> None:
+def test_what_cannot_be_attached_is_refused_with_the_reason(engine):
     emptied = SGD([nn.Parameter(torch.ones(2))], 0.1)
     emptied.param_groups[0]["params"].clear()
     refused: list[tuple[tuple[Any, ...], str]] = [
@@ -119,7 +116,7 @@ def test_what_cannot_be_attached_is_refused_with_the_reason(engine: OffloadEngin
         engine.microbatch(-1, last=True)
 
 
-def test_a_model_on_the_meta_device_is_refused(engine: OffloadEngine) -> None:
+def test_a_model_on_the_meta_device_is_refused(engine):
     with torch.device("meta"):
         net = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match="meta device"):
@@ -130,7 +127,7 @@ def test_a_model_on_the_meta_device_is_refused(engine: OffloadEngine) -> None:
     engine.attach(real, SGD(real.parameters(), 0.1))
 
 
-def test_the_same_model_twice_is_refused(engine: OffloadEngine, disk: Path) -> None:
+def test_the_same_model_twice_is_refused(engine, disk):
     net = model()
     engine.attach(net)
     with pytest.raises(ConfigError, match="Sequential is attached already"):
@@ -141,9 +138,7 @@ def test_the_same_model_twice_is_refused(engine: OffloadEngine, disk: Path) -> N
         other.attach(model())
 
 
-def test_the_same_twice_and_parameters_of_another_engine_are_refused(
-    engine: OffloadEngine, disk: Path
-) -> None:
+def test_the_same_twice_and_parameters_of_another_engine_are_refused(engine, disk):
     net: Any = model()
     plain = AdamW(net.parameters())
     optimizer = engine.attach(net, plain)
@@ -164,9 +159,7 @@ def test_the_same_twice_and_parameters_of_another_engine_are_refused(
     assert_same_bits(weights(net), weights(expected))
 
 
-def test_what_was_dropped_leaves_its_address_and_its_parameters_free(
-    engine: OffloadEngine,
-) -> None:
+def test_what_was_dropped_leaves_its_address_and_its_parameters_free(engine):
     """`id()` of a model that died is given to another."""
     for _ in range(12):
         net = model()
@@ -181,7 +174,7 @@ def test_what_was_dropped_leaves_its_address_and_its_parameters_free(
     assert len(engine._hooks) <= 1
 
 
-def test_sections_that_are_off_change_nothing(disk: Path) -> None:
+def test_sections_that_are_off_change_nothing(disk):
     off = {"enabled": False}
     with OffloadEngine(settings(disk, activations=off, optimizer=off)) as engine:
         net = model()
@@ -195,7 +188,7 @@ def test_sections_that_are_off_change_nothing(disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the end
-def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
+def test_closing_takes_every_hook_off_and_may_be_done_twice(disk):
     engine = OffloadEngine(settings(disk))
     net = model()
     optimizer = engine.attach(net, AdamW(net.parameters()))
@@ -213,9 +206,7 @@ def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_clock_that_a_test_has_replaced_reaches_no_thread(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_a_test_has_replaced_reaches_no_thread(disk, monkeypatch):
     plain, trained = model(), model()
     wanted = train(plain, Adam(plain.parameters()), 4)
     with OffloadEngine(settings(disk)) as engine, monkeypatch.context() as patch:
@@ -226,7 +217,7 @@ def test_a_clock_that_a_test_has_replaced_reaches_no_thread(
     assert_same_bits({"loss": loss, **weights(trained)}, {"loss": wanted, **weights(plain)})
 
 
-def test_a_closed_engine_says_so(disk: Path) -> None:
+def test_a_closed_engine_says_so(disk):
     engine = OffloadEngine(settings(disk))
     net = model()
     optimizer = engine.attach(net, AdamW(net.parameters()))
@@ -241,7 +232,7 @@ def test_a_closed_engine_says_so(disk: Path) -> None:
     assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
-def test_an_exception_in_the_block_closes_the_engine(disk: Path) -> None:
+def test_an_exception_in_the_block_closes_the_engine(disk):
     net = model()
     engine = OffloadEngine(settings(disk))
 
@@ -257,7 +248,7 @@ def test_an_exception_in_the_block_closes_the_engine(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the model", "the optimizer", "the loss"])
-def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
+def test_a_forgotten_engine_closes_itself(disk, kept):
     def forget() -> Any:
         engine = OffloadEngine(settings(disk))
         net = model()
@@ -285,7 +276,7 @@ def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["activations", "optimizer", "full"])
-def test_presets_train(preset: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_train(preset, disk, monkeypatch):
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         net = model()
         return steps(net, [attached(engine, net, AdamW(net.parameters()))])
@@ -296,7 +287,7 @@ def test_presets_train(preset: str, disk: Path, monkeypatch: pytest.MonkeyPatch)
 
 # ---------------------------------------------------------------------- all of it together
 @pytest.mark.parametrize("host", [None, "4KiB"])
-def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None) -> None:
+def test_everything_at_once_is_the_same_as_without(disk, host):
     """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
 
     def run(engine: OffloadEngine | None) -> list[Any]:
@@ -333,7 +324,7 @@ def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None)
         assert engine.metrics()["offload/activations/written_bytes"] > 0
 
 
-def test_a_model_may_change_its_dtype_after_it_was_attached(disk: Path) -> None:
+def test_a_model_may_change_its_dtype_after_it_was_attached(disk):
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         net = model()
         optimizer = attached(engine, net, AdamW(net.parameters()))

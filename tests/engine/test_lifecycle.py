@@ -1,14 +1,10 @@
 """However training ends, nothing stays on disk, nothing hangs, and the error is the user's own."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -124,7 +120,7 @@ print("survived")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, signals and /proc")
-def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path):
     scripts = {end: (BEGIN + code, 0) for end, (code, _, _) in ENDS.items()}
     scripts |= {**SIGNALS, "survives": (SURVIVE, 0)}
     where = "tests.ends:outcomes"
@@ -168,7 +164,7 @@ def small_model() -> nn.Module:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: bool) -> None:
+def test_data_loader_workers_are_forked_while_training(disk, persistent):
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         workers = 0 if engine is None else 2
         model = small_model()
@@ -193,9 +189,7 @@ def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: b
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
-def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
-    disk: Path, host: str | None
-) -> None:
+def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
     model = small_model()
     batch = torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
@@ -241,9 +235,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_an_attached_model_trains_without_offload(
-    disk: Path, copied: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
     expected = small_model()
     model = small_model()
     with OffloadEngine(settings(disk)) as engine:
@@ -333,6 +325,6 @@ except ConfigError as error:
 """
 
 
-def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk: Path) -> None:
+def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk):
     out = succeeded(python("-c", POORER + IMPORT_ALL, str(disk), home=disk))
     assert "does not offer. Use a tier of kind dram" in out

@@ -1,11 +1,8 @@
 """What the engine reports: its metrics, the wear of drives, and whether offload is needed."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -39,7 +36,7 @@ def contract_keys(tiers: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("tiers", [["nvme"], ["host"], ["host", "nvme"]], ids=str)
-def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str]) -> None:
+def test_every_metric_of_the_contract_is_there(disk, tiers):
     config = settings(disk if "nvme" in tiers else None, "1MiB" if "host" in tiers else None)
     with OffloadEngine(config) as engine:
         net = model()
@@ -63,7 +60,7 @@ def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str]) -> 
         assert found[1]["offload/tier/host/used_bytes"] > 0
 
 
-def test_metrics_say_what_was_moved(disk: Path) -> None:
+def test_metrics_say_what_was_moved(disk):
     whole = {"overlap": "off", "subgroup_size": "auto"}
     config = settings(disk, activations={"min_size": "4KiB"}, optimizer=whole)
     config["tiers"][0]["endurance_tbw"] = 100
@@ -107,9 +104,7 @@ def test_metrics_say_what_was_moved(disk: Path) -> None:
         assert sum(m.nbytes for m in moves if m.direction == "write") == activations + states
 
 
-def test_a_run_that_wears_its_drives_is_told_once(
-    disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_wears_its_drives_is_told_once(disk, caplog):
     config = settings(disk)
     config["tiers"][0] |= {"endurance_tbw": 1e-6, "endurance_share": 0.5}  # a megabyte
     with OffloadEngine(config) as engine, caplog.at_level("WARNING", logger="offload_strategy"):
@@ -133,11 +128,8 @@ def test_a_run_that_wears_its_drives_is_told_once(
 # ---------------------------------------------------------------------- advice
 @pytest.mark.parametrize("is_short", [False, True])
 def test_that_offload_is_not_needed_is_said_once_unless_memory_is_short(
-    engine: OffloadEngine,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    is_short: bool,
-) -> None:
+    engine, caplog, monkeypatch, is_short
+):
     if is_short:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     net = model()

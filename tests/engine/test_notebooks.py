@@ -1,13 +1,10 @@
 """Cells of a notebook that are interrupted, and run again."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
 from code import InteractiveInterpreter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,8 +39,8 @@ INTERRUPTIONS = {
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("place", INTERRUPTIONS)
 def test_the_engine_of_an_interrupted_cell_ends_when_the_cells_are_run_again(
-    disk: Path, place: str, overlap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, place, overlap, monkeypatch
+):
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         monkeypatch.setattr(sys, name, None, raising=False)
 
@@ -95,9 +92,7 @@ def hooks_in_force() -> bool:
 
 
 @pytest.mark.parametrize("inner", ["another engine", "the same engine"])
-def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(
-    disk: Path, inner: str
-) -> None:
+def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(disk, inner):
     torch.manual_seed(0)
     model, x = Catching(), torch.ones(2, 4)
     expected = gradients_after(model, x)
@@ -114,7 +109,7 @@ def gradients_after(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor
     return gradients(model)
 
 
-def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk: Path) -> None:
+def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk):
     model = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4))
     engine = activations_only(disk)
     engine.attach(model)

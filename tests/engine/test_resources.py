@@ -1,9 +1,6 @@
 """Engines over several paths: what is opened, what is refused, and the same bits."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from tests.training import Numbers, assert_same_history, attached, settings, wei
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> list[Path]:
+def places(tmp_path):
     made = [tmp_path / "nvme0", tmp_path / "nvme1", tmp_path / "pfs"]
     for place in made:
         place.mkdir()
@@ -51,9 +48,7 @@ def train(engine: OffloadEngine | None) -> list[Numbers]:
 
 
 @pytest.mark.parametrize(("layout", "checksum"), [("one tier", "full"), ("several tiers", "auto")])
-def test_training_over_several_paths_changes_no_bit(
-    places: list[Path], layout: str, checksum: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_over_several_paths_changes_no_bit(places, layout, checksum, monkeypatch):
     # Tickets of this model are small; stripe them all the same.
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
@@ -76,7 +71,7 @@ def test_training_over_several_paths_changes_no_bit(
         assert metrics[f"offload/tier/{tier['name']}/queued_seconds"] > 0
 
 
-def test_ssd_tiers_that_follow_each_other_are_one(places: list[Path]) -> None:
+def test_ssd_tiers_that_follow_each_other_are_one(places):
     made = config(
         {"name": "host", "kind": "dram", "capacity": "1MiB"},
         ssd("nvme0", places[0]),
@@ -95,7 +90,7 @@ def test_ssd_tiers_that_follow_each_other_are_one(places: list[Path]) -> None:
         assert first.queues == other.queues, "one queue a path, whoever uses it"
 
 
-def test_paths_are_measured_only_where_work_is_dealt(places: list[Path]) -> None:
+def test_paths_are_measured_only_where_work_is_dealt(places):
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         (queue,) = engine._resources.queues["nvme"]
         assert queue.bandwidth.round_trip() is None
@@ -105,7 +100,7 @@ def test_paths_are_measured_only_where_work_is_dealt(places: list[Path]) -> None
         assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
-def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
+def test_one_capacity_for_all_paths_of_a_tier(places):
     with OffloadEngine(config(ssd("nvme", places, capacity="10MiB"))) as engine:
         (tier,) = engine._resources.clients["optimizer"]
         assert tier.capacity == 10 << 20
@@ -113,9 +108,7 @@ def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
         OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
 
 
-def test_a_checksum_without_its_package_says_what_to_install(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch, caplog):
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
         OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": "sampled"}))
@@ -123,9 +116,7 @@ def test_a_checksum_without_its_package_says_what_to_install(
         assert "pip install xxhash" in caplog.text
 
 
-def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(
-    places: list[Path], tmp_path: Path
-) -> None:
+def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_path):
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)
         assert open_files(places[0]), "the file, and the directory that is locked"

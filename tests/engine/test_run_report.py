@@ -1,7 +1,5 @@
 """The report of a run: its figures beside the metrics, and its page in a real browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import logging
@@ -9,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +49,7 @@ def embedded(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def page_of_a_run(disk: Path) -> tuple[str, list[dict[str, float]]]:
+def page_of_a_run(disk):
     pytest.importorskip("plotly")
     with OffloadEngine(settings(disk)) as engine:
         seen = train(engine, wait=True)
@@ -60,9 +57,7 @@ def page_of_a_run(disk: Path) -> tuple[str, list[dict[str, float]]]:
 
 
 # ---------------------------------------------------------------------- figures
-def test_figures_of_the_page_are_the_sums_of_the_metrics(
-    page_of_a_run: tuple[str, list[dict[str, float]]],
-) -> None:
+def test_figures_of_the_page_are_the_sums_of_the_metrics(page_of_a_run):
     page, seen = page_of_a_run
     found = embedded(page)
     before, after = seen[-2:]
@@ -88,7 +83,7 @@ def test_figures_of_the_page_are_the_sums_of_the_metrics(
     assert sum(waits) == pytest.approx(waited, abs=0.01)
 
 
-def test_memory_is_told_when_tensors_are_saved_and_used(disk: Path) -> None:
+def test_memory_is_told_when_tensors_are_saved_and_used(disk):
     with OffloadEngine(settings(disk, activations={"budget": 0})) as engine:
         train(engine)
         report, profile = engine.report(), engine.profile()
@@ -104,7 +99,7 @@ def test_memory_is_told_when_tensors_are_saved_and_used(disk: Path) -> None:
     assert max(nbytes for _, nbytes in report.memory["with offload"]) == profile.peak_bytes
 
 
-def test_an_engine_that_offloads_no_activations_has_its_metrics(disk: Path) -> None:
+def test_an_engine_that_offloads_no_activations_has_its_metrics(disk):
     with OffloadEngine(settings(disk, activations={"enabled": False})) as engine:
         train(engine)
         report, metrics = engine.report(), engine.metrics()
@@ -115,7 +110,7 @@ def test_an_engine_that_offloads_no_activations_has_its_metrics(disk: Path) -> N
 
 
 # ---------------------------------------------------------------------- files
-def test_it_is_the_same_after_it_was_saved(disk: Path, tmp_path: Path) -> None:
+def test_it_is_the_same_after_it_was_saved(disk, tmp_path):
     with OffloadEngine(settings(disk)) as engine:
         train(engine)
         report = engine.report()
@@ -133,15 +128,13 @@ def test_it_is_the_same_after_it_was_saved(disk: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', '{"format": 1, "metrics": 3}'])
-def test_something_else_is_refused_with_a_word(tmp_path: Path, text: str) -> None:
+def test_something_else_is_refused_with_a_word(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cannot be read as the report of a run.*report: FILE"):
         RunReport.load(tmp_path / "other.json")
 
 
-def test_the_config_names_a_file_that_is_written_at_the_end(
-    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_config_names_a_file_that_is_written_at_the_end(disk, tmp_path, monkeypatch, caplog):
     file = tmp_path / "run.json"
     for rank, expected in ((None, file), ("0", file), ("3", tmp_path / "run-3.json")):
         if rank is not None:
@@ -155,20 +148,20 @@ def test_the_config_names_a_file_that_is_written_at_the_end(
     assert "the report of the run is not written" in caplog.text
 
 
-def test_without_plotly_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload-strategy\[report\]'"):
         RunReport({}, "", ()).page()
 
 
 # ---------------------------------------------------------------------- the page
-def test_no_text_of_a_run_ends_the_script_that_it_is_in(tmp_path: Path) -> None:
+def test_no_text_of_a_run_ends_the_script_that_it_is_in(tmp_path):
     pytest.importorskip("plotly")
     report = RunReport({}, "path: '</script><script>alert(1)</script>'", ())
     assert embedded(report.page())["config"] == report.config
 
 
-def test_a_notebook_shows_the_whole_page_in_a_frame() -> None:
+def test_a_notebook_shows_the_whole_page_in_a_frame():
     pytest.importorskip("plotly")
     report = RunReport({}, "", ())
     (source,) = re.findall(r'srcdoc="([^"]*)"', report._repr_html_())
@@ -177,9 +170,7 @@ def test_a_notebook_shows_the_whole_page_in_a_frame() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on $PATH")
-def test_it_opens_in_a_browser_without_a_network_and_without_errors(
-    page_of_a_run: tuple[str, list[dict[str, float]]], tmp_path: Path
-) -> None:
+def test_it_opens_in_a_browser_without_a_network_and_without_errors(page_of_a_run, tmp_path):
     page, seen = page_of_a_run
     file = tmp_path / "run.html"
     file.write_text(page)
@@ -205,8 +196,8 @@ def test_it_opens_in_a_browser_without_a_network_and_without_errors(
 
 
 def test_what_is_shown_to_others_has_no_home_directory_and_no_variable_of_the_environment(
-    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     files = [tmp_path / name for name in ("report.json", "trace.json", "profile.json", "page.html")]

@@ -1,7 +1,5 @@
 """Parameters that several optimizers update, and those of lazy modules, which have no shape yet."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable
@@ -107,9 +105,7 @@ def later(attach: Attach, net: Any) -> list[Numbers]:
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 @pytest.mark.parametrize("script", [in_turn, together, later])
-def test_optimizers_that_share_parameters_are_identical(
-    script: Script, disk: Path, overlap: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_optimizers_that_share_parameters_are_identical(script, disk, overlap, caplog):
     if script is later and overlap == "eager":
         pytest.skip("each backward of a shared network updates both optimizers' parameters")
     with caplog.at_level(logging.WARNING):
@@ -118,7 +114,7 @@ def test_optimizers_that_share_parameters_are_identical(
     assert len(warned) == (overlap != "off")
 
 
-def test_after_an_optimizer_is_gone_the_next_one_updates_during_backward(disk: Path) -> None:
+def test_after_an_optimizer_is_gone_the_next_one_updates_during_backward(disk):
     net = small_net()
     with OffloadEngine(settings(disk)) as engine:
         optimizer = engine.attach(net, AdamW(net.parameters()))
@@ -170,15 +166,13 @@ def lazy_run(attach: Attach, net: nn.Module) -> list[Numbers]:
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 @pytest.mark.parametrize("slow", [False, True])
-def test_lazy_modules_are_identical(
-    disk: Path, overlap: str, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lazy_modules_are_identical(disk, overlap, slow, monkeypatch):
     if slow:  # every update waits for its states until step(), where a late module is noticed
         monkeypatch.setattr(BackwardOverlap, "_advance", lambda self: None)
     same_with_and_without(lazy_run, Lazy, disk, overlap)
 
 
-def test_weights_that_a_first_pass_materializes_stay_in_memory(disk: Path) -> None:
+def test_weights_that_a_first_pass_materializes_stay_in_memory(disk):
     saved_bytes = []
     for lazy in (True, False):
         torch.manual_seed(0)
@@ -192,7 +186,7 @@ def test_weights_that_a_first_pass_materializes_stay_in_memory(disk: Path) -> No
     assert saved_bytes[0] == saved_bytes[1] > 0
 
 
-def test_what_lazy_modules_cannot_do_is_refused(disk: Path) -> None:
+def test_what_lazy_modules_cannot_do_is_refused(disk):
     torch.manual_seed(0)
     with OffloadEngine(settings(disk, parameters={"enabled": True})) as engine:
         net = Lazy()

@@ -1,7 +1,5 @@
 """An engine that is asked, after a few steps, what it had expected of them."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -33,7 +31,7 @@ PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiti
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -78,7 +76,7 @@ def seconds(found: PredictionComparison, name: str, which: str = "observed") -> 
 
 # ---------------------------------------------------------------------- one run
 @pytest.mark.parametrize(("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3)])
-def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> None:
+def test_parts_of_a_step_add_up_to_it(disk, overlap, passes):
     with engine_on(disk, optimizer={"overlap": overlap}) as engine:
         train(engine, passes=passes)
         found = compared(engine)
@@ -93,9 +91,7 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
     assert "| step |" in str(found)
 
 
-def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(monkeypatch):
     recorder, timings = Recorder(), SimpleNamespace(seconds=0.0)
     log = StepLog(recorder, [SimpleNamespace(timings=timings)], lambda: None)
     for now in (0.0, 5.0, 6.0, 9.0):  # steps of 5, 1 and 3 seconds
@@ -113,7 +109,7 @@ def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_di
     assert "waiting for weights" not in step
 
 
-def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
+def test_all_that_moves_in_a_step_is_predicted(disk):
     with engine_on(disk, optimizer={"enabled": False}) as engine:
         net = layers()
         engine.attach(net)
@@ -131,7 +127,7 @@ def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
     assert seconds(found, "updates") == 0
 
 
-def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> None:
+def test_what_host_memory_takes_is_not_predicted_to_be_written(disk):
     with OffloadEngine(settings(disk, "64MiB")) as engine:
         train(engine)
         found = compared(engine)
@@ -139,7 +135,7 @@ def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> No
     assert found.part("written in a step").ratio == 1.0
 
 
-def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
+def test_a_limit_of_memory_tells_its_peak(disk):
     config = settings(disk, planning={"device_memory": "100GiB", "profile_steps": 1})
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
@@ -152,7 +148,7 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
     assert peak.ratio == pytest.approx(1.0, rel=0.3)
 
 
-def test_before_there_were_steps_nothing_is_compared(disk: Path) -> None:
+def test_before_there_were_steps_nothing_is_compared(disk):
     with engine_on(disk) as engine:
         with pytest.raises(ConfigError, match="Train a step first"):
             engine.profile()
@@ -168,7 +164,7 @@ def test_before_there_were_steps_nothing_is_compared(disk: Path) -> None:
         assert engine.report().comparison is None
 
 
-def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
+def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
     net = nn.Linear(8, 8)
     inner = SGD(net.parameters(), 0.1)
     with engine_on(disk) as engine:
@@ -183,7 +179,7 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
 
 # ---------------------------------------------------------------------- the profile of a step
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off", None])
-def test_updates_are_part_of_a_profile(disk: Path, tmp_path: Path, overlap: str | None) -> None:
+def test_updates_are_part_of_a_profile(disk, tmp_path, overlap):
     options = {"enabled": False} if overlap is None else {"overlap": overlap}
     with engine_on(disk, optimizer=options) as engine:
         train(engine, steps=3)
@@ -225,9 +221,7 @@ def observe(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
     monkeypatch.setattr(measured_paths, "_observed", observed)
 
 
-def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(disk, monkeypatch, caplog):
     observe(monkeypatch, read=10e6, write=5e6)
     with engine_on(disk) as engine:
         train(engine)
@@ -251,7 +245,7 @@ def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
     assert figures[Direction.WRITE].runs == 2
 
 
-def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
+def test_a_path_that_has_nothing_to_do_is_not_judged(disk):
     with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
         train(engine)
         found = compared(engine)
@@ -263,9 +257,7 @@ def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
     assert load_all_rates() == []
 
 
-def test_a_probe_that_was_wrong_is_corrected_by_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_was_wrong_is_corrected_by_half(tmp_path, monkeypatch):
     places = [tmp_path / "nvme0", tmp_path / "nvme1"]
     for place in places:
         place.mkdir()
@@ -291,9 +283,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
 
 
 @pytest.mark.parametrize("trouble", ["garbage", "no folder", "no cache"])
-def test_figures_that_cannot_be_read_or_kept_change_nothing_else(
-    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_figures_that_cannot_be_read_or_kept_change_nothing_else(disk, cache, monkeypatch, trouble):
     if trouble == "no folder":
         cache.write_text("a file where the folder should be")
     elif trouble == "no cache":

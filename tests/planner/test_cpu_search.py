@@ -1,7 +1,5 @@
 """The search on a machine that trains on its CPU: one memory for all, and drives."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The documentation shows what `ssd-offload plan` and the tables of the papers print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Drives, host memory and stages of a step beside what SSDTrain, MemAscend and Fuyou report."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Bytes that autograd saves, against SSDTrain's table III and against autograd itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

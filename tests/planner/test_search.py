@@ -1,7 +1,5 @@
 """The search for a GPU: the fastest settings that fit, and why others do not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Devices, drives and models by the names that people write, with the figures of other people."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,10 +1,7 @@
 """Progress bars of long work: on a terminal, of one rank, and without a thread."""
 
-from __future__ import annotations
-
 import io
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal(monkeypatch):
     """The terminal on which every bar is shown at once."""
     found = Terminal()
     usual = Progress.__init__
@@ -35,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return found
 
 
-def test_it_shows_what_is_done_its_rate_and_the_time_left(terminal: Terminal) -> None:
+def test_it_shows_what_is_done_its_rate_and_the_time_left(terminal):
     threads = threading.active_count()
     with Progress("saving", 4e9) as bar:
         bar.update(1e9)
@@ -45,7 +42,7 @@ def test_it_shows_what_is_done_its_rate_and_the_time_left(terminal: Terminal) ->
 
 
 @pytest.mark.parametrize("why", ["short work", "another rank", "no terminal"])
-def test_it_is_quiet_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_quiet_otherwise(why, monkeypatch):
     output = io.StringIO() if why == "no terminal" else Terminal()
     delay = 1000.0 if why == "short work" else 0.0
     monkeypatch.setenv("LOCAL_RANK", "1" if why == "another rank" else "0")
@@ -55,9 +52,7 @@ def test_it_is_quiet_otherwise(why: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert output.getvalue() == ""
 
 
-def test_weights_that_are_saved_and_loaded_have_bars_that_get_full(
-    disk: Path, tmp_path: Path, terminal: Terminal
-) -> None:
+def test_weights_that_are_saved_and_loaded_have_bars_that_get_full(disk, tmp_path, terminal):
     pytest.importorskip("safetensors")
     net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
     with OffloadEngine(settings(disk, parameters={"enabled": True, "min_size": 1024})) as engine:
@@ -68,7 +63,7 @@ def test_weights_that_are_saved_and_loaded_have_bars_that_get_full(
         assert f"{what}: 100%" in terminal.getvalue()
 
 
-def test_modules_that_attach_initializes_are_counted(disk: Path, terminal: Terminal) -> None:
+def test_modules_that_attach_initializes_are_counted(disk, terminal):
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     with OffloadEngine(settings(disk, parameters={"enabled": True, "min_size": 1024})) as engine:
@@ -77,6 +72,6 @@ def test_modules_that_attach_initializes_are_counted(disk: Path, terminal: Termi
     assert "3.00/3.00" in terminal.getvalue()
 
 
-def test_a_checkpoint_that_is_written_tells_its_rate(tmp_path: Path, terminal: Terminal) -> None:
+def test_a_checkpoint_that_is_written_tells_its_rate(tmp_path, terminal):
     offload_strategy.save({"x": torch.ones(1 << 22)}, tmp_path / "checkpoint.pt")
     assert "saving: 16.8MB" in terminal.getvalue()

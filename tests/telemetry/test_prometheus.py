@@ -1,7 +1,5 @@
 """Metrics for Prometheus, read from the port that the config names."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -11,8 +9,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,11 +42,11 @@ def scraped(port: int) -> dict[str, float]:
 
 
 @pytest.fixture
-def config(disk: Path) -> dict[str, Any]:
+def config(disk):
     return settings(disk, "1MiB") | {"prometheus_port": free_port()}
 
 
-def test_a_scrape_finds_every_finite_metric(config: dict[str, Any]) -> None:
+def test_a_scrape_finds_every_finite_metric(config):
     with OffloadEngine(config) as engine:
         net = model()
         train(net, engine.attach(net, AdamW(net.parameters())))
@@ -61,9 +57,7 @@ def test_a_scrape_finds_every_finite_metric(config: dict[str, Any]) -> None:
             assert found[name] == finite[name] > 0
 
 
-def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(config, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     port, config["prometheus_port"] = config["prometheus_port"], config["prometheus_port"] - 1
     threads = threading.active_count()
@@ -79,9 +73,7 @@ def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(
         assert threading.active_count() <= threads  # those of an earlier test may have ended
 
 
-def test_of_several_engines_the_newest_open_one_is_served(
-    config: dict[str, Any], disk: Path
-) -> None:
+def test_of_several_engines_the_newest_open_one_is_served(config, disk):
     used, port = "offload/tier/host/used_bytes", config["prometheus_port"]
     with OffloadEngine(config) as first:
         net = model()
@@ -93,7 +85,7 @@ def test_of_several_engines_the_newest_open_one_is_served(
         assert scraped(port)[used] > 0
 
 
-def test_an_engine_may_be_collected_on_the_thread_that_serves(config: dict[str, Any]) -> None:
+def test_an_engine_may_be_collected_on_the_thread_that_serves(config):
     engine = OffloadEngine(config)
     port = config["prometheus_port"]
     server, thread = prometheus._servers[port], prometheus._servers[port].thread
@@ -108,9 +100,7 @@ def test_an_engine_may_be_collected_on_the_thread_that_serves(config: dict[str, 
         time.sleep(0.01)
 
 
-def test_a_client_that_says_nothing_does_not_keep_a_thread(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_says_nothing_does_not_keep_a_thread(config, monkeypatch):
     monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
     threads = threading.active_count()
     with (
@@ -122,7 +112,7 @@ def test_a_client_that_says_nothing_does_not_keep_a_thread(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_does_not_keep_the_port(config: dict[str, Any]) -> None:
+def test_a_forked_process_does_not_keep_the_port(config):
     end, begin = os.pipe()
     engine = OffloadEngine(config)
     child = os.fork()
@@ -138,9 +128,7 @@ def test_a_forked_process_does_not_keep_the_port(config: dict[str, Any]) -> None
     os.waitpid(child, 0)
 
 
-def test_what_cannot_be_served_is_refused(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_refused(config, monkeypatch):
     with socket.socket() as other:
         other.bind(("", config["prometheus_port"]))
         other.listen()

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import gzip
 import json
 import os
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,7 +114,7 @@ stall_records = st.builds(
 @settings(max_examples=60, deadline=None)
 @example([move(0.0, 5e-324, nbytes=1)], [])
 @given(st.lists(move_records, max_size=30), st.lists(stall_records, max_size=10))
-def test_any_records_make_a_valid_trace(moves: list[MoveRecord], stalls: list[StallRecord]) -> None:
+def test_any_records_make_a_valid_trace(moves, stalls):
     trace = trace_object(moves, stalls)
     assert_valid(trace)
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -127,7 +124,7 @@ def test_any_records_make_a_valid_trace(moves: list[MoveRecord], stalls: list[St
     assert set(last.values()) <= {0}, "all that began has ended"
 
 
-def test_a_move_says_what_it_was() -> None:
+def test_a_move_says_what_it_was():
     trace = trace_object([move(2.0, 2.004, queued=1.5, nbytes=8_000_000)], [])
     (piece,) = tracks(trace)["ssd /mnt/nvme0 write"]
     assert (piece["ts"], piece["dur"]) == (2_000_000, 4_000)
@@ -140,7 +137,7 @@ def test_a_move_says_what_it_was() -> None:
     }
 
 
-def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_again() -> None:
+def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_again():
     moves = [move(1, 4), move(2, 3), move(3, 5), move(4, 6), move(2, 6, direction=READ)]
     trace = trace_object(moves, [StallRecord("optimizer", 3, 3.5)])
     assert_valid(trace)
@@ -157,7 +154,7 @@ def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_aga
     assert next(iter(seconds)) == "training waits: optimizer"
 
 
-def test_counters_have_the_bandwidth_of_what_moves_and_the_bytes_that_wait() -> None:
+def test_counters_have_the_bandwidth_of_what_moves_and_the_bytes_that_wait():
     moves = [
         move(1, 3, nbytes=4_000_000_000),
         move(2, 3, nbytes=1_000_000_000),
@@ -172,7 +169,7 @@ def test_counters_have_the_bandwidth_of_what_moves_and_the_bytes_that_wait() -> 
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_the_file_holds_the_trace(name: str, tmp_path: Path) -> None:
+def test_the_file_holds_the_trace(name, tmp_path):
     file = tmp_path / name
     file.write_text("an older one")
     write_trace(file, iter([move(1, 2)]), iter([]))
@@ -183,6 +180,6 @@ def test_the_file_holds_the_trace(name: str, tmp_path: Path) -> None:
     assert trace == trace_object([move(1, 2)], [])
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OffloadError, match=r"nowhere/trace\.json.*No such file or directory"):
         write_trace(tmp_path / "nowhere" / "trace.json", [], [])
