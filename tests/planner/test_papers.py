@@ -1,25 +1,58 @@
-"""Drives, host memory and stages of a step beside what SSDTrain, MemAscend and Fuyou report."""
+"""The planner beside what SSDTrain, MemAscend and Fuyou report, autograd, and the documentation."""
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from benchmarks.planning.papers import (
     FOUR_980,
     MEGATRON_RUNS,
+    SSDTRAIN_TABLE_3,
+    TABLES,
+    bert,
     fuyou,
     host_memory,
+    mask_bytes,
+    part,
     required_write_rate,
 )
+from offload_strategy.cli import main
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import SSDTRAIN, lifespan_seconds
 from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.saved_tensor_bytes import (
+    Workload,
+    activation_bytes,
+    layer_activation_bytes,
+    layer_tensors,
+)
 from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import SECONDS_PER_YEAR, GiB
+from tests.training import saved_storages
 
-# Figures that the tables of docs/planning.md have are tested in test_documentation.py.
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+
+
+# ------------------------------------------------------------------ the documentation
+@pytest.mark.skipif(not DOCS.is_file(), reason="needs the source tree")
+def test_the_documentation_shows_what_its_commands_and_tables_print(capsys):
+    text = DOCS.read_text()
+    for section in ("## Before you buy", "### Search"):
+        shown = text.split(section)[1]
+        command = shown.split("```console\nssd-offload ")[1].split("\n```")[0]
+        assert ("--search" in command) == (section == "### Search")
+        assert main(command.replace("\\\n", " ").split()) == 0
+        printed = capsys.readouterr().out.partition("\n# fastest\n")[0].strip()
+        assert printed in shown
+    for table in TABLES:
+        assert table() in text, table.__name__
 
 
 # ------------------------------------------------------------------ SSDTrain: drives
@@ -49,15 +82,81 @@ def test_the_bounds_rest_on_what_the_paper_assumes():
     assert lifespan_seconds(600e12, 10, 0) == math.inf
 
 
+# ------------------------------------------------------------------ what autograd saves
+def test_the_steps_that_table_3_implies_run_at_one_rate():
+    # Bytes / (step / 2) is the rate it requires: steps of 1.15, 1.86 and 2.45 s. By our FLOP each
+    # device does as much in a second in all three, as matrices of these sizes do: 151, 155
+    # and 140 TFLOPS each.
+    flops = []
+    for hidden, layers, measured, _, rate in SSDTRAIN_TABLE_3:
+        step = 2 * measured / rate
+        flops.append(3 * bert(hidden, layers).forward_flops(16, 1024) / step / 2)
+    assert max(flops) < 1.12 * min(flops)
+    assert 100e12 < min(flops) < max(flops) < 312e12
+
+
+def test_a_layer_saves_megatrons_34_bytes_less_what_is_said():
+    # s b h (10 + 24/t) with masks (Korthikanti et al., equation 2, without scores of attention).
+    for t in (1, 2, 8):
+        work, shape = Workload(2, 2048), TransformerShape("gpt", 1, 4096, 32, 50257)
+        statistics, embedding = 4 * 2 * 2048 * 32 // t, 2 * 2048 * 4096
+        masks = mask_bytes(shape, work) - embedding
+        expected = 2 * 2048 * 4096 * (10 + 24 / t) + statistics
+        assert layer_activation_bytes(part(shape, t), work) + masks == expected
+
+
+def test_small_tensors_stay_and_decoders_attend_twice():
+    encoder, work = TransformerShape("t5", 4, 64, 4, 100), Workload(2, 32)
+    assert activation_bytes(encoder, work) == 0
+    both = dataclasses.replace(encoder, decoder_layers=2)
+    tensors = layer_tensors(both, work, crosses=True)
+    crossing = [t for t in 2 * tensors if t.name.startswith("cross")]
+    more = activation_bytes(both, work, 0) - activation_bytes(encoder, work, 0)
+    assert more == sum(tensor.nbytes for tensor in crossing) > 0
+
+
+class Layer(nn.Module):
+    """A layer that keeps scores of attention and no masks."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.first(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        scores = torch.softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), -1)
+        mixed = (scores @ v.transpose(1, 2)).transpose(1, 2).flatten(2)
+        x = x + self.projection(mixed)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def test_a_layer_of_torch_saves_what_is_counted():
+    b, s, h, heads = 2, 16, 32, 4
+    layer, x = Layer(h, heads), torch.randn(b, s, h, requires_grad=True)
+    storages = saved_storages(lambda: layer(x).sum(), layer.parameters())
+    statistics = 4 * 2 * b * s  # of norms
+    saved = sum(nbytes for one in storages if (nbytes := one.nbytes()) > statistics)
+    counted = layer_activation_bytes(
+        TransformerShape("gpt", 1, h, heads, 100), Workload(b, s, dtype_bytes=4)
+    )
+    counted += 4 * b * heads * (s * s - s)  # scores instead of flash attention's statistics
+    # Matrix products copy queries, keys and values, which come as views of one result: copies are
+    # saved where they are made, as many bytes as are counted.
+    assert saved == pytest.approx(counted, rel=0.02)
+
+
 # ------------------------------------------------------------------ MemAscend: host memory
 def test_the_parts_for_qwen_are_those_of_section_5a():
     parts = host_memory(preset("qwen2.5-7b"), memascend=False)
-    assert parts["gradients"] / GiB == pytest.approx(28.37, abs=0.005)
-    assert parts["overflow check"] / GiB == pytest.approx(35.46, abs=0.005)
-    assert parts["weights in flight"] / GiB == pytest.approx(9.14, abs=0.005)
-    assert (parts["states"] + parts["swap-out"]) / GiB == pytest.approx(11.17, abs=0.005)
+    found = {name: nbytes / GiB for name, nbytes in parts.items()}
+    assert found.pop("states") + found.pop("swap-out") == pytest.approx(11.17, abs=0.005)
     # The paper's overheads hold the process as well: 24.90 GiB against 1.63 GiB without rounding.
-    assert parts["rounding of pinned buffers"] / GiB == pytest.approx(24.90 - 1.63, abs=0.1)
+    assert found.pop("rounding of pinned buffers") == pytest.approx(24.90 - 1.63, abs=0.1)
+    expected = {"gradients": 28.37, "overflow check": 35.46, "weights in flight": 9.14}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=0.005)
 
 
 def test_buffers_of_weights_are_those_of_memascends_pool():
@@ -78,7 +177,9 @@ def test_buffers_of_weights_are_those_of_memascends_pool():
 def test_a_step_of_fuyous_by_hand():
     # GPT-3 13B, 6 drives of 6.5 and 3.4 GB/s, a link of 32 GB/s; one at a time, both at once.
     found = fuyou(64, 6)
-    p, left = preset("gpt3-13b").parameters, found.placement.split("activations").total_bytes
+    shape, left = preset("gpt3-13b"), found.placement.split("activations").total_bytes
+    p, flops = shape.parameters, shape.forward_flops(64, 1024)
+    again = 40 * shape.layer_flops(64, 1024)
     taken = {
         f"{stage.name} {resource}": stage.times * seconds
         for stage in found.step.stages
@@ -89,16 +190,12 @@ def test_a_step_of_fuyous_by_hand():
             # Weights are read and activations written (equation 4), both over the link (3).
             "forward paths": (2 * p / 6.5e9 + left / 3.4e9) / 6,
             "forward link": max(2 * p, left) / 32e9,
-            "forward computation": preset("gpt3-13b").forward_flops(64, 1024) / 164e12,
+            "forward computation": flops / 164e12,
             # States, weights and activations are read, states and weights written (7). States
             # cross the link, as they are updated on the device.
             "backward, update paths": ((14 * p + left) / 6.5e9 + 14 * p / 3.4e9) / 6,
             "backward, update link": (14 * p + left) / 32e9,
-            "backward, update computation": (
-                2 * preset("gpt3-13b").forward_flops(64, 1024)
-                + 40 * preset("gpt3-13b").layer_flops(64, 1024)
-            )
-            / 164e12,
+            "backward, update computation": (2 * flops + again) / 164e12,
             **{f"step() {resource}": 0 for resource in ("computation", "link", "paths")},
         },
         rel=1e-3,

@@ -308,6 +308,14 @@ def test_the_config_loads_and_stays_within_host_memory(more):
         (lambda: Settings(4, 2, 1024, streams_weights=True), "set offloads_optimizer as well"),
         (lambda: placed(request(), 4, 2, 1024, 41), "41 layers are to be recomputed"),
         (lambda: config_yaml(search(request(), Space((1024,), batch=4)), []), "name at least one"),
+        (lambda: on_cpu(0), "memory_bytes is 0"),
+        (lambda: on_cpu(flops=0), "cores: flops is 0"),
+        (lambda: on_cpu(update_rate=-1), "cores: update_rate is -1"),
+        (lambda: on_cpu(process_bytes=-1), "cores: process_bytes is -1; give 0 or more"),
+        (
+            lambda: CpuModel(on_cpu()).place(Settings(4, 2, 256, 13)),
+            "13 layers are to be recomputed",
+        ),
     ],
 )
 def test_nonsense_is_refused(make, message):
