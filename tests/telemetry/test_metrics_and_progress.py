@@ -158,10 +158,10 @@ def terminal(monkeypatch):
 
 
 def test_a_bar_shows_what_is_done_its_rate_and_the_time_left_without_a_thread(terminal):
-    threads = threading.active_count()
+    threads = {*threading.enumerate()}
     with Progress("saving", 4e9) as bar:
         bar.update(1e9)
-        assert threading.active_count() == threads
+        assert {*threading.enumerate()} <= threads
     for text in ("saving:  25%", "1.00G/4.00G", "B/s]"):
         assert text in terminal.getvalue()
 
