@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload_strategy import OffloadEngine, OffloadError
 from tests.distributed.ranks import run_ranks
+from tests.engine.test_engine import model, train
 from tests.integrations.support import python, succeeded
 from tests.training import (
     Numbers,
@@ -53,31 +54,29 @@ print("ready", flush=True)
 
 
 # ---------------------------------------------------------------------- ends of a process
+#: What follows, the exit status, and what the error says.
 ENDS = {
     "closed": ("engine.close()", 0, ""),
-    "closed while a graph is alive": ("loss = step(); keep = model(torch.randn(256, 64)).sum(); "
-                                      "engine.close()", 0, ""),
+    "closed while a graph is alive": (
+        "loss = step(); keep = model(torch.randn(256, 64)).sum(); engine.close()", 0, ""
+    ),
     "forgotten": ("loss = step()", 0, ""),
     "forgotten in the middle of a step": (
-        "optimizer.zero_grad(); model(torch.randn(256, 64)).pow(2).mean().backward()", 0, ""),
+        "optimizer.zero_grad(); model(torch.randn(256, 64)).pow(2).mean().backward()", 0, ""
+    ),
     "forgotten before backward": ("loss = model(torch.randn(256, 64)).pow(2).mean()", 0, ""),
     "an exception": ("step(); raise ValueError('of the user')", 1, "ValueError: of the user"),
     "sys.exit": ("step(); sys.exit(7)", 7, ""),
     "os._exit": ("step(); os._exit(5)", 5, ""),
 }  # fmt: skip
-
-
 GO_ON = BEGIN + "while True: step()\n"
-#: As on file systems that have no unnamed files.
-NAMED = "import os\ndel os.O_TMPFILE\n"
 SIGNALS = {
     "Ctrl-C": (GO_ON, signal.SIGINT),
     "killed": (GO_ON, signal.SIGKILL),
-    "terminated, with an unlinked file": (NAMED + GO_ON, signal.SIGTERM),
+    # As on file systems that have no unnamed files.
+    "terminated, with an unlinked file": ("import os\ndel os.O_TMPFILE\n" + GO_ON, signal.SIGTERM),
 }
-SURVIVE = (
-    BEGIN
-    + """
+SURVIVE = f"""{BEGIN}
 import gc, random, threading, time
 random.seed(1)
 interrupts = 0
@@ -116,7 +115,6 @@ assert not left, left
 assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 print("survived")
 """
-)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, signals and /proc")
@@ -145,6 +143,9 @@ def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_pa
 
 
 # ---------------------------------------------------------------------- forks
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
 class Rows(Dataset[torch.Tensor]):
     """Random rows."""
 
@@ -152,73 +153,48 @@ class Rows(Dataset[torch.Tensor]):
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, generator=generator)
+        return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 
-def small_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@FORKS
 @pytest.mark.parametrize("persistent", [False, True])
 def test_data_loader_workers_are_forked_while_training(disk, persistent):
     def run(engine: OffloadEngine | None) -> list[Numbers]:
-        workers = 0 if engine is None else 2
-        model = small_model()
-        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-2))
-        loader = DataLoader(
-            Rows(),
-            batch_size=4,
-            num_workers=workers,
-            persistent_workers=persistent and workers > 0,
-            multiprocessing_context="fork" if workers else None,
-        )
+        net = model()
+        optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
+        forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}
+        forks["persistent_workers"] = persistent and engine is not None
+        loader = DataLoader(Rows(), batch_size=4, **forks)
         for _ in range(2):
             for batch in loader:
                 optimizer.zero_grad()
-                model(batch).pow(2).sum().backward()
+                net(batch).pow(2).sum().backward()
                 optimizer.step()
-        return [weights(model)]
+        return [weights(net)]
 
     same_with_and_without(run, settings(disk, "2KiB"))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@FORKS
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
 def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
-    model = small_model()
-    batch = torch.randn(4, 8)
+    net, batch = model(), torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
-        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-2))
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-        pending = model(batch).sum()
+        optimizer = engine.attach(net, AdamW(net.parameters(), 1e-2))
+        train(net, optimizer)
+        pending = net(batch).sum()
         on_disk(engine)
         child = os.fork()
         if child == 0:
-            told = []
             try:
                 with torch.no_grad():
-                    model(batch)  # using the weights is fine
-                for use in (
-                    lambda: model(batch),
-                    optimizer.step,
-                    optimizer.state_dict,
-                    lambda: engine.attach(small_model()),
-                ):
-                    try:
+                    net(batch)  # using the weights is fine
+                uses = (optimizer.step, optimizer.state_dict)
+                for use in (*uses, lambda: net(batch), lambda: engine.attach(model())):
+                    with pytest.raises(OffloadError, match="forked process"):
                         use()
-                        told.append("nothing")
-                    except OffloadError as error:
-                        told.append(str(error))
                 engine.close()
-                os._exit(0 if all("forked process" in text for text in told) else 1)
+                os._exit(0)
             finally:
                 os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
@@ -227,41 +203,29 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
 
 
 # ---------------------------------------------------------------------- copies
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    loaded: nn.Module = pickle.loads(pickle.dumps(model))
+def pickled(net: nn.Module) -> nn.Module:
+    loaded: nn.Module = pickle.loads(pickle.dumps(net))
     return loaded
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
-    expected = small_model()
-    model = small_model()
+    expected, net = model(), model()
     with OffloadEngine(settings(disk)) as engine:
-        optimizer = engine.attach(model, SGD(model.parameters(), 0.1))
-        for net, steps in ((model, optimizer), (expected, SGD(expected.parameters(), 0.1))):
-            net(torch.ones(4, 8)).sum().backward()
-            steps.step()
-            net.zero_grad()
-        loss = model(torch.ones(4, 8)).sum()
-        twin = copied(model)
+        train(expected, SGD(expected.parameters(), 0.1), 1)
+        train(net, engine.attach(net, SGD(net.parameters(), 0.1)), 1)
+        loss = net(torch.ones(4, 8)).sum()
+        twin = copied(net)
         loss.backward()
         on_disk(engine)
         before = moved(engine)
-        steps = {id(net): SGD(net.parameters(), 0.1) for net in (twin, expected)}
-        for _ in range(3):
-            for net in (twin, expected):
-                net.zero_grad()
-                net(torch.ones(4, 8)).pow(2).sum().backward()
-                steps[id(net)].step()
+        for each in (twin, expected):
+            train(each, SGD(each.parameters(), 0.1), 3)
         assert_same_bits(weights(twin), weights(expected))
         on_disk(engine)
         assert moved(engine) == before
         # The copy may be attached for itself.
-        assert engine.attach(twin, SGD(twin.parameters(), 0.1)) is not None
-        twin.zero_grad()
-        twin(torch.ones(4, 8)).sum().backward()
+        train(twin, engine.attach(twin, SGD(twin.parameters(), 0.1)), 1)
         assert moved(engine) + moved(engine, verb="forwarded") > before
 
 
