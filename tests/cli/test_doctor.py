@@ -109,9 +109,8 @@ def test_memory_must_hold_the_buffers_and_host_tiers_of_all_processes(
 ):
     tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
     wanted = OffloadConfig.load({"tiers": tiers, "memory": {"pinned": "4GiB"}})
-    found = checks.check_memory(
-        wanted, processes=processes, total=total, available=available, limit=limit
-    )
+    machine = {"total": total, "available": available, "limit": limit}
+    found = checks.check_memory(wanted, processes=processes, **machine)
     assert found.status == status
     assert f"takes up to {16 * processes} GiB" in found.found
     assert ("16 GiB" in found.found) or processes > 1
@@ -121,43 +120,37 @@ def test_memory_must_hold_the_buffers_and_host_tiers_of_all_processes(
 def tree(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(f"{text}\n")
     return root
 
 
-UNLIMITED = "9223372036854771712\n"
+UNLIMITED = "9223372036854771712"
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
 
 @pytest.mark.parametrize(
-    ("files", "limit"),
+    ("cgroup", "limits", "least"),
     [
-        ({}, None),
-        ({"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/b/memory.max": "max\n"}, None),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                f"{V2}/a/memory.max": "70\n",
-                f"{V2}/a/b/memory.max": "100\n",
-            },
-            70,
-        ),
+        (None, {}, None),
+        ("0::/a/b", {f"{V2}/a/b/memory.max": "max"}, None),
+        ("0::/a/b", {f"{V2}/a/memory.max": "70", f"{V2}/a/b/memory.max": "100"}, 70),
         # in a container: the path is the host's, the mount is the container's
-        ({"proc/self/cgroup": "0::/../other\n", f"{V2}/memory.max": "60\n"}, 60),
+        ("0::/../other", {f"{V2}/memory.max": "60"}, 60),
         (
+            "5:cpu:/x\n4:hugetlb,memory:/a",
             {
-                "proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/a\n",
-                f"{V1}/a/memory.limit_in_bytes": "50\n",
+                f"{V1}/a/memory.limit_in_bytes": "50",
                 f"{V1}/memory.limit_in_bytes": UNLIMITED,
-                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1\n",
+                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1",
             },
             50,
         ),
-        ({"proc/self/cgroup": "4:memory:/a\n", f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
+        ("4:memory:/a", {f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
     ],
 )
-def test_the_least_limit_of_the_memory_cgroups_counts(files, limit, tmp_path):
-    assert memory_cgroup_limit(tree(tmp_path, files)) == limit
+def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp_path):
+    files = limits if cgroup is None else {"proc/self/cgroup": cgroup, **limits}
+    assert memory_cgroup_limit(tree(tmp_path, files)) == least
 
 
 def test_huge_pages_that_are_off_are_worth_a_warning(tmp_path):
@@ -170,41 +163,51 @@ def test_huge_pages_that_are_off_are_worth_a_warning(tmp_path):
         assert (f"echo madvise > {file}" in found.advice) == (status == WARNING)
 
 
+AVAILABLE = {"posix": None, "kvikio": "no NVIDIA driver"}
+
+
 @pytest.mark.parametrize(
-    ("found", "status"),
+    ("check", "status", "word"),
     [
         # Locked memory matters with a GPU.
-        (checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=False), OK),
-        (checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=True), WARNING),
-        (checks.check_locked_memory(GiB, 64 * MiB, has_gpu=True), OK),
-        (checks.check_locked_memory(None, 64 * MiB, has_gpu=True), OK),
-        (checks.check_open_files(256), WARNING),
-        (checks.check_open_files(1024), OK),
-        (checks.check_open_files(None), OK),
+        (lambda: checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=False), OK, "8 MiB"),
+        (lambda: checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=True), WARNING, "8 MiB"),
+        (lambda: checks.check_locked_memory(GiB, 64 * MiB, has_gpu=True), OK, "1 GiB"),
+        (lambda: checks.check_locked_memory(None, 64 * MiB, has_gpu=True), OK, "unlimited"),
+        (lambda: checks.check_open_files(256), WARNING, "256"),
+        (lambda: checks.check_open_files(1024), OK, "1024"),
+        (lambda: checks.check_open_files(None), OK, "unlimited"),
+        # A backend that is wanted must run, and of the others one.
+        (lambda: checks.check_backends("auto", AVAILABLE)[0], OK, "can run"),
+        (lambda: checks.check_backends("auto", AVAILABLE)[1], OK, "no NVIDIA driver"),
+        (lambda: checks.check_backends("kvikio", AVAILABLE)[0], OK, "can run"),
+        (lambda: checks.check_backends("kvikio", AVAILABLE)[1], PROBLEM, "no NVIDIA driver"),
+        (lambda: checks.check_backends("auto", {"posix": "no"})[-1], PROBLEM, "none can run"),
+        *(
+            (lambda system=system: check_file_system(Path("/mnt"), system), status, word)
+            for system, status, word in (
+                (FileSystem("ext4"), OK, "ext4"),
+                (FileSystem("xfs", rotational=False), OK, "xfs"),
+                (FileSystem("xfs", rotational=True), WARNING, "spinning"),
+                (FileSystem("lustre"), WARNING, "other machines"),
+                (FileSystem("tmpfs"), WARNING, "main memory"),
+                (FileSystem("overlay"), WARNING, "container"),
+                (None, OK, "unknown"),
+            )
+        ),
     ],
 )
-def test_limits(found, status):
-    assert found.status == status
+def test_what_a_check_finds_is_judged(check, status, word):
+    assert check().status == status
+    assert word in check().found
 
 
-def test_a_system_without_limits_has_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert checks.resource_limit("RLIMIT_NOFILE") is None
-
-
-def test_a_torch_that_is_too_old_is_a_problem(monkeypatch):
+def test_a_torch_that_is_too_old_is_a_problem_and_a_system_without_limits_has_none(monkeypatch):
     for version, status in (("2.11.0+cpu", OK), ("2.10.0a0+34c6371", OK), ("2.9.1", PROBLEM)):
         monkeypatch.setattr(torch, "__version__", version)
         assert checks.check_torch().status == status
-
-
-def test_a_backend_that_is_wanted_must_run():
-    available = {"posix": None, "kvikio": "no NVIDIA driver"}
-    assert [c.status for c in checks.check_backends("auto", available)] == [OK, OK]
-    posix, kvikio = checks.check_backends("kvikio", available)
-    assert (posix.status, kvikio.status) == (OK, PROBLEM)
-    assert "no NVIDIA driver" in kvikio.found
-    assert checks.check_backends("auto", {"posix": "not this system"})[-1].status == PROBLEM
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert checks.resource_limit("RLIMIT_NOFILE") is None
 
 
 def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
@@ -214,7 +217,7 @@ def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
     assert "GPUDirect Storage" in found.advice
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name)
     assert "not loaded" in checks.check_cufile(True, tmp_path).found
-    tree(tmp_path, {"driver/nvidia-fs/version": "version: 2.17\n"})
+    tree(tmp_path, {"driver/nvidia-fs/version": "version: 2.17"})
     assert checks.check_cufile(True, tmp_path) == Check("cuFile", OK, "nvidia-fs 2.17")
 
 
@@ -260,35 +263,13 @@ def test_unnamed_files_may_be_unknown_but_a_directory_must_take_files(disk, monk
 
 def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
-    assert found.status == PROBLEM
-    assert found.advice.startswith("Lower the capacity")
-    room = shutil.disk_usage(disk).free
-    tiers = [
-        {"name": name, "kind": "ssd", "path": str(disk), "capacity": room * 2 // 3}
-        for name in ("a", "b")
-    ]
+    assert (found.status, found.advice[:18]) == (PROBLEM, "Lower the capacity")
+    ssd = {"kind": "ssd", "path": str(disk), "capacity": shutil.disk_usage(disk).free * 2 // 3}
+    tiers = [{"name": "a", **ssd}, {"name": "b", **ssd}]
     assert check_together(OffloadConfig.load({"tiers": tiers[:1]})) == []
     (found,) = check_together(OffloadConfig.load({"tiers": tiers}))
     assert (found.name, found.status) == ("capacities", PROBLEM)
     assert "Free some space" in found.advice
-
-
-@pytest.mark.parametrize(
-    ("system", "status", "word"),
-    [
-        (FileSystem("ext4"), OK, "ext4"),
-        (FileSystem("xfs", rotational=False), OK, "xfs"),
-        (FileSystem("xfs", rotational=True), WARNING, "spinning"),
-        (FileSystem("lustre"), WARNING, "other machines"),
-        (FileSystem("tmpfs"), WARNING, "main memory"),
-        (FileSystem("overlay"), WARNING, "container"),
-        (None, OK, "unknown"),
-    ],
-)
-def test_file_systems(system, status, word):
-    found = check_file_system(Path("/mnt"), system)
-    assert found.status == status
-    assert word in found.found
 
 
 def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):

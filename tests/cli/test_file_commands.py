@@ -1,13 +1,16 @@
-"""The commands around files: configs, reports of runs, and what is known of paths."""
+"""The commands around files, and `ssd-offload` in a process that also does other things."""
 
+import gc
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
+from offload_strategy import cli
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.run_report import RunReport
 from offload_strategy.io.bandwidth.history import (
@@ -45,12 +48,9 @@ def test_check_accepts_a_good_file_and_refuses_a_wrong_one_with_one_message(ssd_
     assert "did you mean 'memory.pinned'?" in output.err
 
 
-def test_schema_prints_the_json_schema(ssd_offload):
-    found = json.loads(ssd_offload("config", "schema").out)
-    assert found == OffloadConfig.model_json_schema()
-
-
-def test_presets_are_listed_with_what_they_do(ssd_offload):
+def test_the_schema_is_printed_and_presets_are_listed_with_what_they_do(ssd_offload):
+    schema = json.loads(ssd_offload("config", "schema").out)
+    assert schema == OffloadConfig.model_json_schema()
     lines = ssd_offload("config", "presets").out.splitlines()
     assert [line.split()[0] for line in lines] == ["activations", "full", "optimizer"]
     assert "whether or not they would fit in memory" in lines[1]
@@ -62,10 +62,9 @@ def test_an_unknown_command_ends_with_status_2(words, ssd_offload):
 
 
 def test_the_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "offload_strategy.cli", "config", "check", "no-such-file.yaml"],
-        capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2],
-    )  # fmt: skip
+    command = [sys.executable, "-m", "offload_strategy.cli", "config", "check", "no-file.yaml"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 2
     assert "neither a file that exists nor a preset" in done.stderr
 
@@ -89,9 +88,6 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
     assert text.endswith(f"The page: {tmp_path / 'run.html'}\n")
     ssd_offload("report", file, "--html", page)
     assert page.read_bytes() == (tmp_path / "run.html").read_bytes()
-
-
-def test_a_file_that_is_something_else_is_refused(ssd_offload, tmp_path):
     said = ssd_offload("report", tmp_path / "nowhere.json", status=2).err
     assert "nowhere.json cannot be read as the report of a run" in said
     assert "engine.report().save" in said
@@ -115,3 +111,31 @@ def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, mon
     assert found["read"]["rate"] == 3.25e9
     monkeypatch.setenv(CACHE_VARIABLE, "")
     assert "Nothing is kept of paths" in ssd_offload("report").out
+
+
+# ---------------------------------------------------------------------------- collection of garbage
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("imports_fail", [False, True])
+def test_garbage_collection_is_as_before(enabled, imports_fail, ssd_offload, monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("what the process has is frozen"))
+    if imports_fail:
+        monkeypatch.delattr(cli, "plan", raising=False)
+        monkeypatch.setitem(sys.modules, "offload_strategy.cli.plan", None)
+    with pytest.raises(ImportError) if imports_fail else nullcontext():
+        if not enabled:
+            gc.disable()
+        ssd_offload("config", "schema")
+    found = gc.isenabled()
+    gc.enable()
+    assert found is enabled
+
+
+def test_the_program_of_a_process_of_its_own_keeps_what_was_imported_from_collection(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["ssd-offload", "config", "schema"])
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    assert cli.program() == 0
+    assert frozen == [True]
+    assert capsys.readouterr().out.startswith("{")

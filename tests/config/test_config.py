@@ -51,12 +51,8 @@ def tier(**options):
     return {"tiers": [{"name": "a", **options}]}
 
 
-DEVICE_AND_DRAM = {
-    "tiers": [
-        {"name": "a", "kind": "device", "capacity": 1},
-        {"name": "b", "kind": "dram", "capacity": 1},
-    ]
-}
+DRAM = {"kind": "dram", "capacity": 1}
+DEVICE_AND_DRAM = {"tiers": [{"name": "a", "kind": "device", "capacity": 1}, {"name": "b", **DRAM}]}
 
 
 def refusal(source):
@@ -67,30 +63,27 @@ def refusal(source):
     return str(caught.value)
 
 
-def test_the_contract_is_read_from_yaml(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(CONTRACT)
-    config = OffloadConfig.load(file)
-    host, nvme0, pfs = config.tiers
-    assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
-    assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
-    assert pfs.capacity == TiB
-    assert config.io.block_size == 4 * MiB
-    assert config.memory.pinned == 4 * GiB
-    assert config.tiers_for("activations") == [host, nvme0]
-    assert config.tiers_for("optimizer") == [host, nvme0, pfs]
-
-
 def test_mapping_json_text_and_files_mean_the_same(tmp_path):
     sections = yaml.safe_load(CONTRACT)
     as_yaml, as_json = tmp_path / "a.yml", tmp_path / "a.json"
     as_yaml.write_text(CONTRACT)
     # Tabs are fine in JSON and not in YAML.
     as_json.write_text(json.dumps(sections, indent="\t"))
-    expected = OffloadConfig.load(sections)
+    config = OffloadConfig.load(sections)
     text, made = json.dumps(sections), OffloadConfig(**sections)
     for source in (str(as_yaml), as_yaml, as_json, text, made):
-        assert OffloadConfig.load(source) == expected
+        assert OffloadConfig.load(source) == config
+    host, nvme0, pfs = config.tiers
+    assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
+    assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
+    assert (pfs.capacity, config.io.block_size, config.memory.pinned) == (TiB, 4 * MiB, 4 * GiB)
+    # A section uses the tiers that it names in their order, or all.
+    assert config.tiers_for("activations") == [host, nvme0]
+    sections["activations"]["tiers"] = ["nvme0", "host"]
+    del sections["optimizer"]["tiers"]
+    config = OffloadConfig.load(sections)
+    assert config.tiers_for("activations") == [nvme0, host]
+    assert config.tiers_for("optimizer") == [host, nvme0, pfs]
 
 
 def test_presets_are_the_defaults_but_for_the_switches_that_their_names_say():
@@ -119,26 +112,24 @@ def test_the_environment_gives_the_default_config(tmp_path, monkeypatch):
     assert refusal(None).startswith("$SSD_OFFLOAD_CONFIG: 'ful'")
 
 
-def test_the_section_of_a_launch_file_is_read_or_names_a_preset_or_a_file_beside_it(tmp_path):
-    assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Empty files and sections.
+        ("# nothing\n", {}),
+        ("activations:\n  # min_size: 1MiB\n", {}),
+        ("optimizer: {overlap: off}", {"optimizer": {"overlap": "off"}}),  # YAML reads false
+        # The section of a launch file, or what it names: a preset, or a file beside it.
+        ("num_processes: 1\nssd_offload_config:", {}),
+        ("num_processes: 1\nssd_offload_config: activations", "activations"),
+        ("num_processes: 1\nssd_offload_config: mine.yaml", {"memory": {"pinned": "7MiB"}}),
+    ],
+)
+def test_what_a_file_means(text, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text("memory: {pinned: 7MiB}")
-    launch = tmp_path / "launch.yaml"
-    launch.write_text("num_processes: 1\nssd_offload_config: mine.yaml")
-    assert OffloadConfig.load(launch).memory.pinned == 7 * MiB
-    launch.write_text("num_processes: 1\nssd_offload_config: activations")
-    assert not OffloadConfig.load(launch).optimizer.enabled
-    launch.write_text("num_processes: 1\nssd_offload_config:")
-    assert OffloadConfig.load(launch) == OffloadConfig()
-
-
-def test_empty_files_and_sections_are_the_defaults(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("# nothing\n")
-    assert OffloadConfig.load(file) == OffloadConfig()
-    file.write_text("activations:\n  # min_size: 1MiB\n")
-    assert OffloadConfig.load(file) == OffloadConfig()
-    file.write_text("optimizer: {overlap: off}")  # which YAML reads as false
-    assert OffloadConfig.load(file).optimizer.overlap == "off"
+    file.write_text(text)
+    assert OffloadConfig.load(file) == OffloadConfig.load(expected)
 
 
 def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
@@ -174,19 +165,6 @@ def test_files_that_hold_no_config(content, words, tmp_path):
     message = refusal(file)
     assert str(file) in message
     assert re.search(words, message)
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("ful", r"neither a file .* \(activations, full, optimizer\)\. .* mean 'full'\?"),
-        ("/", "is a directory"),
-        ('{"memory": 1', "line 1, column 13"),
-        *((source, "cannot read a config from") for source in (3, True, b"full", ["full"])),
-    ],
-)
-def test_what_cannot_be_a_source(source, words):
-    assert re.search(words, refusal(source))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +210,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         (
             tier(kind="dram", capacity=0),
             "tiers[0].capacity",
-            "got 0: must be a size greater than 0 with its unit",
+            "got 0: must be a size greater than 0",
         ),
         (tier(kind="dram", capacity="-1GiB"), "tiers[0].capacity", "negative"),
         (tier(kind="dram", capacity=1, overwrite=True), "tiers[0]", "remove overwrite"),
@@ -267,6 +245,14 @@ def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, w
     assert "pydantic" not in message
 
 
+def test_what_cannot_be_a_source_is_refused():
+    assert re.search(r"neither a file .* full, optimizer\)\. .* mean 'full'\?", refusal("ful"))
+    assert "is a directory" in refusal("/")
+    assert "line 1, column 13" in refusal('{"memory": 1')
+    for source in (3, True, b"full", ["full"]):
+        assert "cannot read a config from" in refusal(source)
+
+
 def test_one_message_has_all_problems_and_names_the_source(tmp_path):
     message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
     assert "2 problems" in message
@@ -282,13 +268,7 @@ def test_one_message_has_all_problems_and_names_the_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("budget", "fraction", "size"),
-    [
-        ("auto", None, None),
-        ("0%", 0.0, None),
-        (" 12.5 % ", 0.125, None),
-        ("8GiB", None, 8 * GiB),
-        (0, None, 0),
-    ],
+    [("auto", None, None), (" 12.5 % ", 0.125, None), ("8GiB", None, 8 * GiB), (0, None, 0)],
 )
 def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
     section = ActivationsConfig(budget=budget)
@@ -306,15 +286,6 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
     assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
     assert path("~/offload") == Path("/home/me/offload")
     assert path("offload") == Path.cwd() / "offload"
-
-
-def test_a_section_uses_all_tiers_in_order_or_those_that_it_names():
-    sections = yaml.safe_load(CONTRACT)
-    sections["activations"]["tiers"] = ["nvme0", "host"]
-    del sections["optimizer"]["tiers"]
-    config = OffloadConfig.load(sections)
-    assert [tier.name for tier in config.tiers_for("activations")] == ["nvme0", "host"]
-    assert [tier.name for tier in config.tiers_for("optimizer")] == ["host", "nvme0", "pfs"]
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
@@ -355,7 +326,8 @@ def test_reading_a_config_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_accelerate_accepts_the_rest_of_our_launch_file(tmp_path):
+def test_our_launch_file_has_a_config_and_accelerate_accepts_its_rest(tmp_path):
+    assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     del content["ssd_offload_config"]

@@ -1,7 +1,5 @@
 """Directories: which are refused before anything is there, and what their file systems are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -76,14 +74,9 @@ def test_tiers_that_are_used_are_opened_together_or_not_at_all(disk, tmp_path):
 
 # ---------------------------------------------------------------------- file systems
 Mount = namedtuple("Mount", "mountpoint fstype")
-MOUNTS = [
-    Mount("/proc", "proc"),
-    Mount("/", "ext4"),
-    Mount("/mnt/data", "xfs"),
-    Mount("/mnt/data/share", "nfs4"),
-    Mount("/mnt/twice", "tmpfs"),
-    Mount("/mnt/twice", "btrfs"),
-]
+MOUNTS = {
+    "/proc": "proc", "/": "ext4", "/mnt/data": "xfs", "/mnt/data/share": "nfs4", "/mnt/two": "tmpfs"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -93,21 +86,19 @@ MOUNTS = [
         ("/mnt/data", "xfs"),
         ("/mnt/database", "ext4"),
         ("/mnt/data/share/me", "nfs4"),
-        ("/mnt/twice", "btrfs"),
+        ("/mnt/two", "btrfs"),
     ],
 )
 def test_the_mount_is_the_innermost_and_latest(path, kind, monkeypatch):
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
+    mounts = [*map(Mount._make, MOUNTS.items()), Mount("/mnt/two", "btrfs")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     found = file_system_of(path)
-    assert found is not None
     assert (found.kind, found.is_network) == (kind, kind == "nfs4")
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
     assert file_system_of(path) is None
 
 
-def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(
-    tmp_path,
-):
+def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp_path):
     with loop_disk(tmp_path, 16 << 20) as disk:
         link = tmp_path / "link"
         link.symlink_to(disk.directory)
@@ -125,7 +116,7 @@ def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(
         ("sda", "", None, None),
     ],
 )
-def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path):
+def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path, monkeypatch):
     disk = tmp_path / "devices" / name
     (disk / partition).mkdir(parents=True)
     (disk / "queue").mkdir()
@@ -134,8 +125,5 @@ def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path)
     number = os.stat(tmp_path).st_dev
     (tmp_path / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / partition)
     assert is_rotational(tmp_path, tmp_path) is expected
-
-
-def test_a_system_without_numbers_of_devices_does_not_tell_of_disks(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "major")
-    assert is_rotational(tmp_path, tmp_path) is None
+    assert is_rotational(tmp_path, tmp_path) is None, "this system does not tell"

@@ -13,18 +13,27 @@ from offload_strategy.planner.transformer_shape import TransformerShape
 
 
 @pytest.mark.parametrize(
-    ("written", "name"),
+    ("find", "written", "name"),
     [
-        ("a100-80g", "a100-80g-pcie"),
-        ("A100 80GB", "a100-80g-pcie"),
-        ("nvidia_a100_40g_sxm", "a100-40g-sxm"),
-        ("RTX 4090", "rtx-4090"),
-        ("GeForce-RTX-3090", "rtx-3090"),
-        ("H200", "h200-141g-sxm"),
+        (hardware.device, "a100-80g", "a100-80g-pcie"),
+        (hardware.device, "A100 80GB", "a100-80g-pcie"),
+        (hardware.device, "nvidia_a100_40g_sxm", "a100-40g-sxm"),
+        (hardware.device, "RTX 4090", "rtx-4090"),
+        (hardware.device, "GeForce-RTX-3090", "rtx-3090"),
+        (hardware.device, "H200", "h200-141g-sxm"),
+        # As their driver calls them.
+        (hardware.device_called, "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
+        (hardware.device_called, "NVIDIA H100 PCIe", "h100-80g-pcie"),
+        (hardware.device_called, "NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        (hardware.device_called, "NVIDIA GeForce RTX 4090", "rtx-4090"),
+        (hardware.device_called, "Tesla V100-SXM2-32GB", "v100-32g-sxm"),
+        (hardware.device_called, "NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        (hardware.device_called, "NVIDIA A10", None),
     ],
 )
-def test_a_device_is_found_however_it_is_written(written, name):
-    assert hardware.device(written).name == name
+def test_a_device_is_found_however_it_is_written(find, written, name):
+    found = find(written)
+    assert (found and found.name) == name
 
 
 @pytest.mark.parametrize(
