@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GPT_98M = TransformerShape("gpt", 12, 768, 12, 8192, tied=False, max_positions=256)
 P = GPT_98M.parameters
 CORES = Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, pass_seconds=1e-9, sources={"flops": "measured"})
-WITH_ORDERS = ("waiting", "activations", "states")
-OFF = Settings(1, 1, 64, offloads_optimizer=True, overlap="off", host_priority=WITH_ORDERS)
+ORDER = ("waiting", "activations", "states")
+OFF = Settings(1, 1, 64, offloads_optimizer=True, overlap="off", host_priority=ORDER)
 COMMIT = dataclasses.replace(OFF, overlap="commit")
 
 
