@@ -1,4 +1,4 @@
-"""Where a config may come from, what it may say, and what is said when it is wrong."""
+"""Where a config may come from, what it may say, and what is said when it or a path is wrong."""
 
 import copy
 import json
@@ -7,23 +7,28 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
+from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.config import (
     ActivationsConfig,
     OffloadConfig,
     TierConfig,
     default_directory,
     directories,
+    is_memory_filesystem,
     presets,
 )
-from offload_strategy.config.directories import FileSystem
-from offload_strategy.errors import ConfigError
+from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from offload_strategy.units import GiB, KiB, MiB, TiB
+from tests.io.loop_devices import loop_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
@@ -168,28 +173,19 @@ def test_files_that_hold_no_config(content, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sections", "right"),
-    [
-        ({"activations": {"min_sise": 1}}, "activations.min_size"),
-        ({"activations": {"min-size": 1}}, "activations.min_size"),
-        ({"activations": {"capacity": 1}}, "tiers[].capacity"),
-        ({"activations": {"pinned": 1}}, "memory.pinned"),
-        ({"optimiser": {}}, "optimizer"),
-        ({"min_size": 1}, "activations.min_size"),
-        ({"Memory": {}}, "memory"),
-        ({"tiers": [{"name": "a", "kind": "ssd", "dir": "/a", "capcity": 1}]}, "capacity"),
-    ],
-)
-def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
-    assert "did you mean" in refusal(sections)
-    assert right in refusal(sections)
-    message = refusal({"memory": {"zzz": 1}})  # near to nothing
-    assert message.endswith("memory.zzz: unknown key; the keys here are limit, pinned")
-
-
-@pytest.mark.parametrize(
     ("sections", "where", "words"),
     [
+        # A misspelt key comes with the nearest right one.
+        ({"activations": {"min_sise": 1}}, "activations.min_sise", "mean 'activations.min_size'?"),
+        ({"activations": {"min-size": 1}}, "activations.min-size", "mean 'activations.min_size'?"),
+        ({"activations": {"capacity": 1}}, "activations.capacity", "mean 'tiers[].capacity'?"),
+        ({"activations": {"pinned": 1}}, "activations.pinned", "did you mean 'memory.pinned'?"),
+        ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
+        ({"min_size": 1}, "min_size", "mean 'activations.min_size' or 'parameters.min_size'?"),
+        ({"Memory": {}}, "Memory", "did you mean 'memory'?"),
+        (tier(kind="ssd", path="/a", capcity=1), "tiers[0].capcity", "'tiers[].capacity'?"),
+        ({"memory": {"zzz": 1}}, "memory.zzz", "unknown key; the keys here are limit, pinned"),
+        # So does a wrong value with what is allowed.
         ({"tiers": []}, "tiers", "empty"),
         ({"tiers": {"name": "a"}}, "tiers", "a list"),
         ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
@@ -342,3 +338,106 @@ def test_a_system_without_affinity_of_threads_has_all_cores(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert OffloadConfig().io.threads_to_use() == 3
+
+
+# ---------------------------------------------------------------------- directories
+AS_ANOTHER_USER = """
+import os, sys
+from offload_strategy import ConfigError, OffloadEngine
+import offload_strategy.io.backends.posix
+if os.getuid() == 0:  # who may write everywhere
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for path in sys.argv[1:]:
+    try:
+        OffloadEngine({"tiers": [{"name": "nvme", "kind": "ssd", "path": path}]})
+    except ConfigError as error:
+        print(str(error).replace("\\n", " "))
+"""
+
+
+def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder) / name for name in ("500", "600", "hidden/place")]
+        places[2].mkdir(parents=True, mode=0o777)
+        for place in places[:2]:
+            place.mkdir(mode=int(place.name, 8))
+            if os.getuid() == 0:
+                os.chown(place, 65534, 65534)
+        places[2].parent.chmod(0o700 if os.getuid() == 0 else 0o000)
+        Path(folder).chmod(0o755)
+        command = [sys.executable, "-c", AS_ANOTHER_USER, *map(str, places)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        for place in (*places[:2], places[2].parent):
+            place.chmod(0o700)
+        assert done.returncode == 0, done.stderr
+        reasons = 2 * ["not writable for this user"] + ["cannot be reached: Permission denied"]
+        for place, told, reason in zip(places, done.stdout.splitlines(), reasons, strict=True):
+            assert all(words in told for words in ("'nvme'", str(place), reason))
+            assert list(place.iterdir()) == []
+
+
+def test_tiers_that_are_used_are_opened_together_or_not_at_all(disk, tmp_path):
+    sections = tier(kind="ssd", path=str(disk), capacity="1MiB")
+    sections["tiers"] += [{"name": "other", "kind": "ssd", "path": str(tmp_path / "gone")}]
+    with pytest.raises(ConfigError, match="'other'"):
+        OffloadEngine(sections)
+    only = {"tiers": ["a"]}
+    OffloadEngine({**sections, "activations": only, "optimizer": only}).close()
+
+
+# ---------------------------------------------------------------------- file systems
+Mount = namedtuple("Mount", "mountpoint fstype")
+MOUNTS = {
+    "/proc": "proc", "/": "ext4", "/mnt/data": "xfs", "/mnt/data/share": "nfs4", "/mnt/two": "tmpfs"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "ext4"),
+        ("/mnt/data", "xfs"),
+        ("/mnt/database", "ext4"),
+        ("/mnt/data/share/me", "nfs4"),
+        ("/mnt/two", "btrfs"),
+    ],
+)
+def test_the_mount_is_the_innermost_and_latest(path, kind, monkeypatch):
+    mounts = [*map(Mount._make, MOUNTS.items()), Mount("/mnt/two", "btrfs")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    found = file_system_of(path)
+    assert (found.kind, found.is_network) == (kind, kind == "nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
+    assert file_system_of(path) is None
+
+
+def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp_path):
+    with loop_disk(tmp_path, 16 << 20) as disk:
+        link = tmp_path / "link"
+        link.symlink_to(disk.directory)
+        assert file_system_of(link / "not" / "there") == FileSystem("ext4", rotational=None)
+    if ("/dev/shm", "tmpfs") in {m[1:3] for m in psutil.disk_partitions(all=True)}:
+        assert is_memory_filesystem("/dev/shm/not/yet/there")
+
+
+@pytest.mark.parametrize(
+    ("name", "partition", "answer", "expected"),
+    [
+        ("sda", "sda1", "1", True),
+        ("nvme0n1", "", "0", False),
+        ("vda", "", "1", None),  # virtual disks do not tell
+        ("sda", "", None, None),
+    ],
+)
+def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path, monkeypatch):
+    disk = tmp_path / "devices" / name
+    (disk / partition).mkdir(parents=True)
+    (disk / "queue").mkdir()
+    if answer is not None:
+        (disk / "queue" / "rotational").write_text(answer + "\n")
+    number = os.stat(tmp_path).st_dev
+    (tmp_path / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / partition)
+    assert is_rotational(tmp_path, tmp_path) is expected
+    monkeypatch.delattr(os, "major")
+    assert is_rotational(tmp_path, tmp_path) is None, "this system does not tell"

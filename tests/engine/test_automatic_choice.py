@@ -1,5 +1,6 @@
 """What leaves where the config leaves it open (``mode: auto``): as much as memory requires."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.config import Client
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.telemetry.recorder import CLIENTS
 from offload_strategy.units import MiB
 from tests.training import assert_same_bits, moved, on_disk, weights
 
@@ -21,10 +23,8 @@ WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of st
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-    return nn.Sequential(*layers)
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*chain.from_iterable(layers))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, steps: int = 2) -> None:
@@ -72,17 +72,16 @@ def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
         optimizer = engine.attach(model, own)
         assert (optimizer is own) == ("optimizer" not in leave)
         train(model, optimizer, batch, steps=1)
-        clients: list[Client] = ["activations", "optimizer", "parameters"]
-        assert {client for client in clients if moves(engine, client)} == leave
+        assert {client for client in CLIENTS if moves(engine, client)} == leave
         chosen = engine.effective_config()
-        assert {client for client in clients if getattr(chosen, client).enabled} == leave
+        assert {client for client in CLIENTS if getattr(chosen, client).enabled} == leave
         assert (chosen.planning.device_memory == LIMIT) == ("activations" in leave)
         assert OffloadConfig(**yaml.safe_load(chosen.to_yaml())) == chosen
     model = network()  # from the beginning, with what was chosen
     with OffloadEngine(chosen) as engine:
         optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
         train(model, optimizer, batch)
-        assert {client for client in clients if moves(engine, client)} == leave
+        assert {client for client in CLIENTS if moves(engine, client)} == leave
         assert_same_bits(weights(model), weights(plain))
 
 
@@ -125,9 +124,7 @@ def test_what_the_config_says_wins(disk, monkeypatch):
 )
 def test_sections_with_settings_are_on(disk, given, enabled):
     config = OffloadConfig.load(sections(disk, **given))
-    assert [config.activations.enabled, config.optimizer.enabled, config.parameters.enabled] == (
-        enabled
-    )
+    assert [getattr(config, client).enabled for client in CLIENTS] == enabled
     assert config.memory.limit == LIMIT
     assert OffloadConfig(**yaml.safe_load(config.to_yaml())) == config
 
@@ -136,8 +133,7 @@ def test_a_limit_below_what_is_in_use_is_refused_before_a_step(disk, monkeypatch
     in_use(monkeypatch, 600)
     model = network()
     before = weights(model)
-    config = sections(disk, parameters={"enabled": False})
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(sections(disk, parameters={"enabled": False})) as engine:
         optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
         with pytest.raises(ConfigError, match=r"memory\.limit is 512 MiB, and .* MiB are in use"):
             train(model, optimizer, 256)

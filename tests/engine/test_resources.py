@@ -1,6 +1,8 @@
 """Engines over several paths: what is opened, what is refused, and the same bits."""
 
 import json
+import sys
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ from torch import nn
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.store.tiers import HostTier, PathTier
+from offload_strategy.store.tiers import HostTier
 from tests.ends import open_files
-from tests.training import Numbers, assert_same_history, attached, settings, weights
+from tests.training import Numbers, assert_same_history, attached, on_disk, settings, weights
 
 
 @pytest.fixture
@@ -59,10 +61,8 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
     expected = train(None)
     with OffloadEngine(config(*tiers, io={"checksum": checksum})) as engine:
         got = train(engine)
-        engine._resources.store.wait_for_writes()
-        written = {
-            record.path for record in engine._recorder.moves if record.direction.value == "write"
-        }
+        on_disk(engine)
+        written = {move.path for move in engine._recorder.moves if move.direction == "write"}
         metrics = engine.metrics()
     assert_same_history(got, expected)
     assert written == {str(place) for place in places}
@@ -71,45 +71,38 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
         assert metrics[f"offload/tier/{tier['name']}/queued_seconds"] > 0
 
 
-def test_ssd_tiers_that_follow_each_other_are_one(places):
+def test_ssd_tiers_that_follow_each_other_are_one_with_a_queue_for_each_path(places):
     made = config(
         {"name": "host", "kind": "dram", "capacity": "1MiB"},
         ssd("nvme0", places[0]),
         ssd("pfs", places[2]),
-        activations={"tiers": ["host", "nvme0"]},
         optimizer={"tiers": ["nvme0", "host", "pfs"]},
     )
     with OffloadEngine(made) as engine:
-        activations = engine._resources.clients["activations"]
-        optimizer = engine._resources.clients["optimizer"]
-        assert [type(tier) for tier in activations] == [HostTier, PathTier]
-        assert [tier.name for tier in optimizer] == ["nvme0", "host", "pfs"]
-        first, other = activations[1], optimizer[0]
-        assert isinstance(first, PathTier)
-        assert isinstance(other, PathTier)
-        assert first.queues == other.queues, "one queue a path, whoever uses it"
+        host, both = engine._resources.clients["activations"]
+        first, _, last = engine._resources.clients["optimizer"]
+        assert isinstance(host, HostTier)
+        assert [*both.queues] == [*first.queues, *last.queues], "whoever uses a path"
 
 
 def test_paths_are_measured_only_where_work_is_dealt(places):
-    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
-        (queue,) = engine._resources.queues["nvme"]
-        assert queue.bandwidth.round_trip() is None
-    with OffloadEngine(config(ssd("nvme", places[:2]))) as engine:
-        for queue in engine._resources.queues["nvme"]:
-            assert (queue.bandwidth.round_trip() or 0) > 1e6
-        assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
+    for count, measured in ((1, False), (2, True)):
+        with OffloadEngine(config(ssd("nvme", places[:count]))) as engine:
+            for queue in engine._resources.queues["nvme"]:
+                assert ((queue.bandwidth.round_trip() or 0) > 1e6) == measured
+            assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
 def test_one_capacity_for_all_paths_of_a_tier(places):
     with OffloadEngine(config(ssd("nvme", places, capacity="10MiB"))) as engine:
         (tier,) = engine._resources.clients["optimizer"]
         assert tier.capacity == 10 << 20
-    with pytest.raises(ConfigError, match=r"'nvme': capacity is 1 EiB|'nvme': capacity is"):
+    with pytest.raises(ConfigError, match="'nvme': capacity is"):
         OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
 
 
 def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
         OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": "sampled"}))
     with OffloadEngine(config(ssd("nvme", places[0]))):
@@ -122,11 +115,8 @@ def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_pa
         assert open_files(places[0]), "the file, and the directory that is locked"
         engine.export_trace(tmp_path / "trace.json")
     assert open_files(places[0]) == []
-    late = PathLock(places[0])
-    late.acquire()
-    late.release()
-    late.close()
+    with closing(PathLock(places[0])) as late:
+        late.acquire()
+        late.release()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert any(
-        event["ph"] == "X" and event["args"].get("client") == "optimizer" for event in events
-    )
+    assert "optimizer" in {event["args"].get("client") for event in events if event["ph"] == "X"}
