@@ -11,6 +11,7 @@ import pytest
 from offload_strategy import OffloadEngine
 from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
+from offload_strategy.cli.this_machine import known_path
 from offload_strategy.errors import StorageError
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
 from offload_strategy.telemetry import Progress
@@ -91,9 +92,7 @@ def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload)
     assert found["path"] == str(disk)
 
 
-def test_a_later_phase_that_fails_keeps_the_figures_of_those_before(
-    disk, tmp_path, ssd_offload, monkeypatch
-):
+def test_a_later_phase_that_fails_keeps_earlier_figures(disk, tmp_path, ssd_offload, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the drive is gone")
 
@@ -119,9 +118,7 @@ def test_a_later_phase_that_fails_keeps_the_figures_of_those_before(
     assert row[3:] == [*(f"{rate:.2f}" for rate in rates), "-", "-", "100%"]
 
 
-def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    disk, tmp_path, ssd_offload, monkeypatch
-):
+def test_a_file_that_cannot_be_written_is_refused_at_once(disk, tmp_path, ssd_offload, monkeypatch):
     monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("it was measured"))
     (tmp_path / "file").touch()
     for folder in ("nowhere", "file"):
@@ -167,7 +164,7 @@ def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, mon
     assert "Traceback" not in output.err
 
 
-def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
+def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     file = tmp_path / "bench.json"
     config = settings(disk)
@@ -176,7 +173,11 @@ def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_of
     (measured,) = json.loads(file.read_text())["paths"]
     with OffloadEngine(config) as engine:
         rates = {row.part: row for row in engine.report().paths}
-    read, write = (rates[f"{disk} {way}"] for way in ("read", "write"))
-    assert read.predicted == measured["read_bytes_per_second"]
-    assert write.predicted == measured["write_bytes_per_second"]
-    assert "predicted by a probe" in read.remark
+    for way in ("read", "write"):
+        row = rates[f"{disk} {way}"]
+        assert row.predicted == measured[f"{way}_bytes_per_second"]
+        assert "predicted by a probe" in row.remark
+    found = known_path(disk)
+    assert found.read == measured["read_bytes_per_second"]
+    assert found.write == measured["write_bytes_per_second"]
+    assert found.sources == {"read_GBps": "remembered"}

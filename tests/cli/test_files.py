@@ -14,16 +14,8 @@ import yaml
 from offload_strategy import OffloadConfig, cli
 from offload_strategy.engine.run_report import RunReport
 from offload_strategy.integrations.accelerate.launch import environment_for
-from offload_strategy.io.bandwidth.history import (
-    CACHE_VARIABLE,
-    MeasuredRate,
-    PathIdentity,
-    save_rates,
-)
-from offload_strategy.plan_runtime.predicted_and_measured import (
-    ComparedFigure,
-    PredictionComparison,
-)
+from offload_strategy.io.bandwidth import history
+from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.what_if import Change
 from offload_strategy.telemetry import Direction
 from tests.integrations.support import python, succeeded
@@ -74,14 +66,15 @@ def test_the_module_runs_as_a_program():
 # ---------------------------------------------------------------------------- reports
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(history.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
     pytest.importorskip("plotly")
     file, page = tmp_path / "run.json", tmp_path / "page.html"
-    table = PredictionComparison((ComparedFigure("step", 1.5, 3.0, "s", "slow"),), ("A remark.",))
+    figure = prediction.ComparedFigure("step", 1.5, 3.0, "s", "slow")
+    table = prediction.PredictionComparison((figure,), ("A remark.",))
     made = RunReport({}, "mode: auto", (), comparison=table, changes=(Change("a disk", 3.0, 2.0),))
     made.save(file)
     text = ssd_offload("report", file).out
@@ -98,11 +91,12 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
 def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, monkeypatch):
     nothing = f"Nothing is known of any path yet. It will be kept in {cache}."
     assert nothing in ssd_offload("report").out
-    save_rates(
-        PathIdentity("node7", "/mnt/nvme0", 1, 4, "PosixBackend", 4),
+    date = "2026-01-02T03:04:05+00:00"
+    history.save_rates(
+        history.PathIdentity("node7", "/mnt/nvme0", 1, 4, "PosixBackend", 4),
         {
-            Direction.READ: MeasuredRate(3.25e9, "observed", 2**40, 7, "2026-01-02T03:04:05+00:00"),
-            Direction.WRITE: MeasuredRate(1.5e9, "probe", 2**30),
+            Direction.READ: history.MeasuredRate(3.25e9, "observed", 2**40, 7, date),
+            Direction.WRITE: history.MeasuredRate(1.5e9, "probe", 2**30),
         },
     )
     text = ssd_offload("report").out
@@ -111,7 +105,7 @@ def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, mon
     (found,) = json.loads(ssd_offload("report", "--json").out)
     assert found["path"] == "/mnt/nvme0"
     assert found["read"]["rate"] == 3.25e9
-    monkeypatch.setenv(CACHE_VARIABLE, "")
+    monkeypatch.setenv(history.CACHE_VARIABLE, "")
     assert "Nothing is kept of paths" in ssd_offload("report").out
 
 
@@ -132,9 +126,7 @@ def test_garbage_collection_is_as_before(enabled, imports_fail, ssd_offload, mon
     assert found is enabled
 
 
-def test_the_program_of_a_process_of_its_own_keeps_what_was_imported_from_collection(
-    monkeypatch, capsys
-):
+def test_the_program_of_a_process_keeps_its_imports_from_collection(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ssd-offload", "config", "schema"])
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))

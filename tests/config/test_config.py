@@ -285,9 +285,7 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-def test_the_default_tier_is_in_the_temporary_directory_unless_that_is_memory(
-    kind, tmp_path, monkeypatch
-):
+def test_the_default_directory_is_never_in_memory(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
     memory = kind == "tmpfs"

@@ -35,6 +35,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, steps:
         optimizer.zero_grad()
 
 
+def attached_network(engine: OffloadEngine) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    return model, engine.attach(model, torch.optim.AdamW(model.parameters()))
+
+
 def in_use(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
     """Let the process have so much in memory, whatever it really has."""
     for name in ("used_bytes", "peak_bytes"):
@@ -61,9 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
-def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
-    disk, monkeypatch, before, batch, leave
-):
+def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, leave):
     plain, model = network(), network()
     train(plain, torch.optim.AdamW(plain.parameters()), batch)
     own = torch.optim.AdamW(model.parameters())
@@ -77,9 +80,8 @@ def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
         assert {client for client in CLIENTS if getattr(chosen, client).enabled} == leave
         assert (chosen.planning.device_memory == LIMIT) == ("activations" in leave)
         assert OffloadConfig(**yaml.safe_load(chosen.to_yaml())) == chosen
-    model = network()  # from the beginning, with what was chosen
-    with OffloadEngine(chosen) as engine:
-        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+    with OffloadEngine(chosen) as engine:  # from the beginning, with what was chosen
+        model, optimizer = attached_network(engine)
         train(model, optimizer, batch)
         assert {client for client in CLIENTS if moves(engine, client)} == leave
         assert_same_bits(weights(model), weights(plain))
@@ -88,11 +90,10 @@ def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_that_accumulate_count_as_a_whole(disk, monkeypatch, accumulates):
     in_use(monkeypatch, 376)
-    model = network()
     with OffloadEngine(sections(disk)) as engine:
         if accumulates:
             engine.microbatch(0, last=False)
-        engine.attach(model, torch.optim.AdamW(model.parameters()))
+        attached_network(engine)
         assert engine.effective_config().parameters.enabled is accumulates
 
 
@@ -131,20 +132,17 @@ def test_sections_with_settings_are_on(disk, given, enabled):
 
 def test_a_limit_below_what_is_in_use_is_refused_before_a_step(disk, monkeypatch):
     in_use(monkeypatch, 600)
-    model = network()
-    before = weights(model)
     with OffloadEngine(sections(disk, parameters={"enabled": False})) as engine:
-        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        model, optimizer = attached_network(engine)
         with pytest.raises(ConfigError, match=r"memory\.limit is 512 MiB, and .* MiB are in use"):
             train(model, optimizer, 256)
-        assert_same_bits(weights(model), before)
+        assert_same_bits(weights(model), weights(network()))
 
 
 def test_growing_batches_make_activations_leave_in_the_pass_that_needs_it(disk, monkeypatch):
     in_use(monkeypatch, 232)
-    model = network()
     with OffloadEngine(sections(disk)) as engine:
-        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        model, optimizer = attached_network(engine)
         train(model, optimizer, 64)
         assert not moves(engine, "activations")
         train(model, optimizer, 4096, steps=1)

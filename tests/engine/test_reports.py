@@ -127,9 +127,7 @@ def test_a_run_that_wears_its_drives_is_told_once(disk, caplog):
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_that_offload_is_not_needed_is_said_once_unless_memory_is_short(
-    disk, caplog, monkeypatch, is_short
-):
+def test_that_offload_is_not_needed_is_said_once(disk, caplog, monkeypatch, is_short):
     if is_short:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     net = model()
@@ -286,9 +284,7 @@ def test_it_opens_in_a_browser_without_a_network_and_without_errors(run, tmp_pat
         assert f">{block}</text>" in tables
 
 
-def test_what_is_shown_to_others_has_no_home_directory_and_no_variable_of_the_environment(
-    disk, tmp_path, monkeypatch
-):
+def test_what_is_shown_to_others_names_no_user_and_no_secret(disk, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     files = [tmp_path / name for name in ("report.json", "trace.json", "profile.json", "page.html")]

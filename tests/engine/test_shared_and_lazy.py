@@ -2,9 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +10,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from tests import training
 from tests.optimizer.runs import EVERY_OVERLAP
-from tests.training import Numbers, assert_same_history, attached, settings, weights
-
-Attach = Callable[[Optimizer], Any]
-Script = Callable[[Attach, Any], list[Numbers]]
+from tests.training import (
+    Numbers,
+    assert_same_history,
+    attached,
+    left_bytes,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 
 def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
@@ -26,15 +27,12 @@ def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
     found = weights(net)
     for number, optimizer in enumerate(optimizers):
         for key, state in optimizer.state_dict()["state"].items():
-            found |= {
-                f"{number}.{key}.{n}": v.clone() for n, v in state.items() if torch.is_tensor(v)
-            }
+            tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+            found |= {f"{number}.{key}.{name}": value.clone() for name, value in tensors.items()}
     return found
 
 
-def same_with_and_without(
-    script: Script, make: Callable[[], nn.Module], disk: Path, overlap: str
-) -> None:
+def assert_same_with_and_without(script, make, disk, overlap):
     """Fail unless a script notes the same numbers with an engine, which has moved bytes."""
 
     def run(engine: OffloadEngine | None) -> list[Numbers]:
@@ -42,9 +40,9 @@ def same_with_and_without(
         net = make()
         return script(lambda optimizer: attached(engine, net, optimizer), net)
 
-    figures = training.same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
+    figures = same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
     for client in ("activations", "optimizer"):
-        assert training.left_bytes(figures, client) > 0
+        assert left_bytes(figures, client) > 0
 
 
 # ---------------------------------------------------------------------- shared parameters
@@ -57,12 +55,11 @@ def backward(net: nn.Module, step: int) -> None:
     net(torch.randn(4, 8, generator=generator)).pow(2).sum().backward()
 
 
-def in_turn(attach: Attach, net: Any) -> list[Numbers]:
+def in_turn(attach, net):
     """Two optimizers of all parameters step one after the other, each for its own loss."""
     both = attach(AdamW(net.parameters(), 1e-2)), attach(SGD(net.parameters(), 1e-2, momentum=0.9))
     history = []
-    for step in range(6):
-        optimizer = both[step % 2]
+    for step, optimizer in enumerate(both * 3):
         optimizer.zero_grad()
         backward(net, step)
         optimizer.step()
@@ -70,7 +67,7 @@ def in_turn(attach: Attach, net: Any) -> list[Numbers]:
     return history
 
 
-def together(attach: Attach, net: Any) -> list[Numbers]:
+def together(attach, net):
     """Two optimizers with some parameters in common both use the gradients of one backward."""
     one = attach(AdamW(net[:3].parameters(), 1e-2))
     two = attach(Adam(net[2:].parameters(), 1e-2))
@@ -84,7 +81,7 @@ def together(attach: Attach, net: Any) -> list[Numbers]:
     return history
 
 
-def later(attach: Attach, net: Any) -> list[Numbers]:
+def later(attach, net):
     """Two optimizers share nothing at first; then one gets a group, and a list is edited."""
     one, two = attach(AdamW(net[0].parameters(), 1e-2)), attach(AdamW(net[2].parameters(), 1e-2))
     history = []
@@ -109,7 +106,7 @@ def test_optimizers_that_share_parameters_are_identical(script, disk, overlap, c
     if script is later and overlap == "eager":
         pytest.skip("each backward of a shared network updates both optimizers' parameters")
     with caplog.at_level(logging.WARNING):
-        same_with_and_without(script, small_net, disk, overlap)
+        assert_same_with_and_without(script, small_net, disk, overlap)
     warned = [r for r in caplog.records if "several optimizers have the same" in r.message]
     assert len(warned) == (overlap != "off")
 
@@ -148,9 +145,9 @@ class Lazy(nn.Module):
         return self.out(x + self.late(x).tanh() if late else x)
 
 
-def lazy_run(attach: Attach, net: nn.Module) -> list[Numbers]:
+def lazy_run(attach, net):
     optimizer = attach(AdamW(net.parameters(), 1e-2))
-    history: list[Numbers] = []
+    history = []
     for step in range(6):
         torch.manual_seed(step)
         optimizer.zero_grad()
@@ -160,8 +157,7 @@ def lazy_run(attach: Attach, net: nn.Module) -> list[Numbers]:
         named = [(n, p) for n, p in net.named_parameters() if not n.startswith("never")]
         history.append({n: p.detach().clone() for n, p in named if step > 1 or "late" not in n})
         history[-1]["loss"] = loss.detach().clone()
-    history.append({n: v for n, v in states(nn.Identity(), optimizer).items()})
-    return history
+    return [*history, states(nn.Identity(), optimizer)]
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
@@ -169,7 +165,7 @@ def lazy_run(attach: Attach, net: nn.Module) -> list[Numbers]:
 def test_lazy_modules_are_identical(disk, overlap, slow, monkeypatch):
     if slow:  # every update waits for its states until step(), where a late module is noticed
         monkeypatch.setattr(BackwardOverlap, "_advance", lambda self: None)
-    same_with_and_without(lazy_run, Lazy, disk, overlap)
+    assert_same_with_and_without(lazy_run, Lazy, disk, overlap)
 
 
 @pytest.mark.parametrize("lazy", [True, False])

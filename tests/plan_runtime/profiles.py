@@ -1,7 +1,5 @@
 """Profiles of steps that are easy to reckon by hand."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -13,14 +11,8 @@ def stack(
 ) -> Profile:
     """Layers that each save one tensor, backward twice as long as forward, last in first out."""
     forward = layers * seconds
-    tensors = tuple(
-        TensorLife(
-            f"layer {number}",
-            nbytes,
-            ((number + 1) * seconds, forward + 2 * seconds * (layers - number)),
-        )
-        for number in range(layers)
-    )
+    uses = [((n + 1) * seconds, forward + 2 * seconds * (layers - n)) for n in range(layers)]
+    tensors = tuple(TensorLife(f"layer {n}", nbytes, times) for n, times in enumerate(uses))
     options.setdefault("paths", (PathRates("disk", path, path),))
     return Profile(forward, 3 * forward, tensors, **options)
 

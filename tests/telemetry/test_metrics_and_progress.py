@@ -68,9 +68,7 @@ def test_a_scrape_finds_every_finite_metric_of_the_newest_open_engine(config, po
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_the_port_is_closed_with_the_engine_even_if_nobody_closes_it(
-    config, port, close, monkeypatch
-):
+def test_the_port_is_closed_with_the_engine(config, port, close, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     config["prometheus_port"] -= 1
     threads = {*threading.enumerate()}
@@ -179,9 +177,7 @@ def test_it_is_quiet_otherwise(output, delay, rank, monkeypatch):
     assert output.getvalue() == ""
 
 
-def test_weights_that_are_initialized_saved_and_loaded_have_bars_that_get_full(
-    disk, tmp_path, terminal
-):
+def test_bars_of_weights_get_full(disk, tmp_path, terminal):
     pytest.importorskip("safetensors")
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
