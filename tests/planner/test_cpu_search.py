@@ -69,27 +69,6 @@ def config_of(found, candidate, *directories):
     return text, config
 
 
-# ------------------------------------------------------------------ what fits
-@pytest.mark.parametrize(
-    ("memory", "batch", "moved"),
-    [
-        # 16 bytes a parameter fit, what eight sequences save does not.
-        (2.3, 8, {"activations"}),
-        (1.6, 8, {"optimizer", "activations"}),
-        (1.6, 2, {"optimizer"}),
-        (1.25, 8, {"optimizer", "activations", "parameters"}),
-        (0.8, 2, {"optimizer", "parameters"}),
-    ],
-)
-def test_the_less_memory_the_more_leaves(memory, batch, moved):
-    # No checkpointing: a cheap disk is what is left.
-    run = request(memory * GiB, 5e9, 5e9)
-    found = search(run, Space((256,), batch=batch))
-    moves = {frozenset(one.offloads) for one in found.candidates}
-    assert frozenset(moved) in moves
-    assert all(one.placement.fits[0].needed_bytes <= run.room_bytes for one in found.candidates)
-
-
 # ------------------------------------------------------------------ memory, by hand
 def test_plain_training_needs_16_bytes_a_parameter_and_what_is_saved():
     run, p = request(64 * GiB), P
@@ -227,13 +206,27 @@ def test_what_moves_takes_its_toll():
     assert free - stay == pytest.approx(12 * 11 * HOOK_SECONDS, rel=1e-3)
 
 
-# ------------------------------------------------------------------ the config
-@pytest.mark.parametrize("memory", [0.8, 1.25, 2.3])
+# ------------------------------------------------------------------ what leaves, and the config
 @pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
-def test_the_config_loads_and_says_what_was_found(memory, overlap):
-    run = request(memory * GiB, 5e9, 5e9)
-    found = search(run, Space((256,), batch=8, overlaps=(overlap,)))
+@pytest.mark.parametrize(
+    ("memory", "batch", "moved"),
+    [
+        # 16 bytes a parameter fit, what eight sequences save does not.
+        (2.3, 8, {"activations"}),
+        (1.6, 8, {"optimizer", "activations"}),
+        (1.6, 2, {"optimizer"}),
+        (1.25, 8, {"optimizer", "activations", "parameters"}),
+        (0.8, 2, {"optimizer", "parameters"}),
+    ],
+)
+def test_the_less_memory_the_more_leaves_by_a_config_that_loads(memory, batch, moved, overlap):
+    run = request(memory * GiB, 5e9, 5e9)  # no checkpointing: a cheap disk is what is left
+    found = search(run, Space((256,), batch=batch, overlaps=(overlap,)))
+    # With all updates in step() the least memory is not enough.
+    ways = [set(candidate.offloads) for candidate in found.candidates]
+    assert moved in ways or (memory, overlap) == (0.8, "off")
     for candidate in found.candidates:
+        assert candidate.placement.fits[0].needed_bytes <= run.room_bytes
         text, config = config_of(found, candidate, "/mnt/nvme0")
         for words in ("no step was measured", "on the CPU with 1 x path and", "150 GFLOPS"):
             assert words in text
