@@ -62,7 +62,7 @@ def plan(ssd_offload):
 
 
 # ------------------------------------------------------------------ three ways
-# What it prints of a named machine is in the documentation: tests/planner/test_papers.py.
+# What it prints of a named machine is in the documentation: tests/planner/test_figures.py.
 def test_a_model_is_described_by_options_or_a_config_of_hugging_face(plan, tmp_path):
     data = plan(f"{SMALL} {WORK} {MACHINE} --tflops 100 --json")
     assert data["parameters"] == preset("gpt2").parameters
