@@ -3,7 +3,6 @@
 import gc
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from tests.conftest import our_threads
 from tests.training import (
-    Numbers,
     assert_same_bits,
     attached,
     gradients,
@@ -122,9 +120,11 @@ def test_what_was_dropped_leaves_its_address_and_its_parameters_free(engine):
         for _ in range(2):
             optimizer = engine.attach(net, AdamW(net.parameters()))
             assert len(net._forward_hooks) == 1
-            train(net, optimizer, 1)
+            train(net, optimizer)
+            # The second of the steps may have to wait for its states until step().
+            assert 1 <= engine.metrics()["offload/optimizer/speculated_steps"] <= 2
+            optimizer.me = optimizer  # a leftover in a reference cycle
             del optimizer
-            gc.collect()
         del net
         gc.collect()
     assert len(engine._hooks) <= 1
@@ -223,7 +223,7 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
 def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypatch):
     """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
 
-    def run(engine: OffloadEngine | None) -> Sequence[Numbers]:
+    def run(engine):
         net = model()
         optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2, fused=True))
         net.to(dtype)  # after it was attached

@@ -21,7 +21,6 @@ from tests.distributed.ranks import run_ranks
 from tests.engine.test_engine import model, train
 from tests.integrations.support import python, succeeded
 from tests.training import (
-    Numbers,
     activations_only,
     assert_same_bits,
     attached,
@@ -165,7 +164,7 @@ class Rows(Dataset[torch.Tensor]):
 @FORKS
 @pytest.mark.parametrize("persistent", [False, True])
 def test_data_loader_workers_are_forked_while_training(disk, persistent):
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+    def run(engine):
         net = model()
         optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
         forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -160,11 +159,10 @@ def train_blocks(engine: OffloadEngine, steps: int = 5, *, wait: bool = False) -
     return before
 
 
-def embedded(page: str) -> dict[str, Any]:
+def embedded(page):
     """What the page draws its charts from."""
     (text,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', page, re.S)
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return json.loads(text)
 
 
 @pytest.fixture(scope="module")

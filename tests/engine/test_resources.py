@@ -149,9 +149,7 @@ def network() -> nn.Module:
     return nn.Sequential(*chain.from_iterable(layers))
 
 
-def train_network(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, steps: int = 2
-) -> None:
+def train_network(model, optimizer, batch, steps=2):
     for step in range(steps):
         x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
@@ -159,7 +157,7 @@ def train_network(
         optimizer.zero_grad()
 
 
-def attached_network(engine: OffloadEngine) -> tuple[nn.Module, torch.optim.Optimizer]:
+def attached_network(engine):
     model = network()
     return model, engine.attach(model, torch.optim.AdamW(model.parameters()))
 

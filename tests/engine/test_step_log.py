@@ -20,7 +20,6 @@ from offload_strategy.engine.step_log import StepLog
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, load_all_rates
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.telemetry import Direction, Recorder
@@ -63,14 +62,12 @@ def train(engine: OffloadEngine, steps: int = 6, passes: int = 1) -> None:
         optimizer.zero_grad()
 
 
-def compared(engine: OffloadEngine) -> PredictionComparison:
-    found = engine.report().comparison
-    assert found is not None
-    return found
+def compared(engine):
+    return engine.report().comparison
 
 
-def seconds(found: PredictionComparison, name: str, which: str = "observed") -> float:
-    return float(getattr(found.part(name), which))
+def seconds(found, name, which="observed"):
+    return getattr(found.part(name), which)
 
 
 # ---------------------------------------------------------------------- one run
@@ -164,7 +161,6 @@ def test_a_limit_of_memory_tells_its_peak(disk):
         found = compared(engine)
     peak = found.part("peak of memory")
     assert peak.unit == "B"
-    assert peak.observed is not None
     assert peak.observed > 50 * MiB, "this process has torch in it"
     assert peak.ratio == pytest.approx(1.0, rel=0.3)
 
