@@ -109,14 +109,6 @@ def test_paths_are_measured_only_where_work_is_dealt(places):
             assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
-def test_one_capacity_for_all_paths_of_a_tier(places):
-    with OffloadEngine(config(ssd("nvme", places, capacity="10MiB"))) as engine:
-        (tier,) = engine._resources.clients["optimizer"]
-        assert tier.capacity == 10 << 20
-    with pytest.raises(ConfigError, match="'nvme': capacity is"):
-        OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
-
-
 def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
