@@ -376,3 +376,16 @@ def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(disk, inne
             each(torch.ones(2, 4)).sum().backward()
         assert_same_bits(gradients(model), gradients(plain))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk):
+    model, engine = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4)), activations_only(disk)
+    engine.attach(model)
+    with suppress(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    seen = [weakref.ref(model), weakref.ref(engine)]
+    del model, engine
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+    with activations_only(disk):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
