@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from offload_strategy.cli.options import Command, Option, check_writable
-from offload_strategy.cli.plan_search import known_path, usual_directories
+from offload_strategy.cli.this_machine import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.cli.plan_search import request_of, usual_directories
+from offload_strategy.cli.plan_search import request_of
+from offload_strategy.cli.this_machine import usual_directories
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.planner.hardware import table
 from offload_strategy.planner.request import CpuRequest, Request

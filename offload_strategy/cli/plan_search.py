@@ -1,4 +1,4 @@
-"""`ssd-offload plan --search`, and this machine: its GPU or its cores, its drives and their rates.
+"""`ssd-offload plan --search`, and the cores of this machine.
 
 The search gives the settings with the highest throughput, as a config file. With `--device cpu` the
 machine is this one, as given or as measured in seconds.
@@ -13,15 +13,11 @@ a few runs counts, because other load only makes it slower.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
 import shutil
 import timeit
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import psutil
@@ -29,25 +25,20 @@ import torch
 from torch import nn
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, default_directory
-from offload_strategy.config.directories import DIRECTORY_VARIABLE, file_system_of
+from offload_strategy.cli.this_machine import as_drives, known_path, this_gpu
+from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth import history
-from offload_strategy.io.bandwidth.probe import probe
-from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Device, Drive, device, device_called, drive_set
+from offload_strategy.planner.hardware import Drive, device, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.telemetry import Direction
-from offload_strategy.units import GiB, MiB
+from offload_strategy.units import MiB
 
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
@@ -159,7 +150,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         return drive_set(options.ssd)
     directories = options.dir or (default_directory(),)
     if options.read is None:
-        return _as_drives([known_path(one, _PROBE_SECONDS) for one in directories])
+        return as_drives([known_path(one, _PROBE_SECONDS) for one in directories])
     try:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
@@ -256,73 +247,3 @@ def _copies() -> float:
 def _fastest(run: Callable[[], object]) -> float:
     run()
     return min(timeit.repeat(run, "gc.enable()", number=1, repeat=_RUNS))
-
-
-#: Disks with less free space are not proposed.
-_LEAST_FREE_BYTES = 10 * GiB
-#: Seconds in each direction for a path of which nothing is known.
-_QUICK_SECONDS = 0.15
-
-
-def usual_directories() -> list[Path]:
-    """Return the configured directories, or else one on each local disk that can be written to."""
-    if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
-        return [path for tier in OffloadConfig.load(None).tiers for path in tier.paths]
-    measured = [
-        Path(of.path) for of, _ in history.load_all_rates() if of.machine == platform.node()
-    ]
-    mounts = [Path(mount.mountpoint) for mount in psutil.disk_partitions()]
-    found: dict[int, Path] = {}
-    for path in (default_directory(), *measured, *mounts):
-        with contextlib.suppress(OSError):
-            disk = path.stat().st_dev
-            if disk not in found and (not found or _is_suitable(path)):
-                found[disk] = path
-    return list(found.values())
-
-
-def _is_suitable(path: Path) -> bool:
-    system = file_system_of(path)
-    if system is None or system.is_memory or system.is_network or system.rotational:
-        return False
-    free_bytes = psutil.disk_usage(str(path)).free
-    return path.is_dir() and os.access(path, os.W_OK) and free_bytes >= _LEAST_FREE_BYTES
-
-
-def known_path(directory: str | Path, seconds: float = _QUICK_SECONDS) -> Drive:
-    """Return what is remembered of a path, or measure it for so many seconds in each direction.
-
-    The capacity is what is free. Raises an OffloadError if it cannot be used.
-    """
-    path, io = Path(os.path.abspath(directory)), OffloadConfig.load(None).io
-    with (
-        contextlib.closing(Region(path, "measured")) as region,
-        contextlib.closing(
-            create_backend(io.backend, threads=io.threads_to_use(), block_size=io.block_size)
-        ) as backend,
-    ):
-        of = history.PathIdentity.of(path, region.fd, processes=1, backend=backend)
-        rates, source = history.load_rates(of), "remembered"
-        if len(rates) < len(Direction):
-            rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
-            history.save_rates(of, rates)  # for the next answer, and for a run
-        read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
-        return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
-
-
-def _as_drives(known: Sequence[Drive]) -> Drive:
-    """Return paths as one drive: bytes are striped over them in proportion to their rates."""
-    names = ("read", "write", "capacity_bytes")
-    figures = {name: sum(getattr(one, name) for one in known) for name in names}
-    source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
-    return Drive(f"{len(known)} x path", **figures, sources={"read_GBps": source})
-
-
-def this_gpu() -> Device | None:
-    """Return the GPU as the hardware table has it, or raise a ConfigError; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    seen = torch.cuda.get_device_properties(0)
-    # The look-up of a name that is not known says which ones are.
-    known = device_called(seen.name) or device(seen.name)
-    return replace(known, memory_bytes=seen.total_memory)

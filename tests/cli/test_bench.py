@@ -1,26 +1,20 @@
 """`ssd-offload bench` measures paths, prints what it found, and leaves nothing on them."""
 
-from __future__ import annotations
-
-import contextlib
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
-import time
 
 import pytest
 
 from offload_strategy import OffloadEngine
 from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
+from offload_strategy.cli.this_machine import known_path
 from offload_strategy.errors import StorageError
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
+from offload_strategy.telemetry import Progress
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
 from tests.training import settings
@@ -61,10 +55,8 @@ def test_a_sweep_tries_threads_and_block_sizes(disk, ssd_offload):
 def test_two_paths_of_different_speed(tmp_path, ssd_offload, monkeypatch):
     backends = iter(SimulatedBackend(rate, rate, monkeypatch) for rate in (200 * MBps, 100 * MBps))
     monkeypatch.setattr(bench, "create_backend", lambda *_, **__: next(backends))
-    with (
-        loop_disk(tmp_path / "fast", 300 << 20) as fast,
-        loop_disk(tmp_path / "slow", 300 << 20) as slow,
-    ):
+    size = 300 << 20
+    with loop_disk(tmp_path / "fast", size) as fast, loop_disk(tmp_path / "slow", size) as slow:
         paths = [fast.directory, slow.directory]
         monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"io": {"threads": 3, "block_size": "1MiB"}}')
         output = ssd_offload("bench", *paths, "--seconds", "0.4", "--json", "-").out
@@ -72,11 +64,11 @@ def test_two_paths_of_different_speed(tmp_path, ssd_offload, monkeypatch):
     report = json.loads(output)
     assert set(report) == {"backend", "threads", "block_size", "seconds", "paths"}
     assert (report["threads"], report["block_size"]) == (3, 1 << 20)  # the config gives them
-    found = report["paths"]
-    assert [path["file_system"] for path in found] == ["ext4", "ext4"]
-    assert [path["write_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
-    assert [path["read_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
-    assert [path["share"] for path in found] == pytest.approx([2 / 3, 1 / 3])
+    for path, rate, share in zip(report["paths"], (2e8, 1e8), (2 / 3, 1 / 3), strict=True):
+        assert path["file_system"] == "ext4"
+        assert path["write_bytes_per_second"] == pytest.approx(rate)
+        assert path["read_bytes_per_second"] == pytest.approx(rate)
+        assert path["share"] == pytest.approx(share)
 
 
 def test_a_block_device_is_measured_unless_something_is_on_it(tmp_path, ssd_offload):
@@ -92,17 +84,15 @@ def test_a_block_device_is_measured_unless_something_is_on_it(tmp_path, ssd_offl
 
 def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload):
     missing = tmp_path / "missing"
-    output = ssd_offload("bench", missing, disk, *QUICK, status=1)
-    assert output.out.splitlines()[-1].startswith(str(disk))
+    output = ssd_offload("bench", missing, disk, *QUICK, "--json", "-", status=1)
     assert output.err.startswith(f"ssd-offload: {missing}: ")
     assert "there is no directory" in output.err
-    report = json.loads(ssd_offload("bench", missing, *QUICK, "--json", "-", status=1).out)
-    assert [set(found) for found in report["paths"]] == [{"path", "error"}]
+    failed, found = json.loads(output.out)["paths"]
+    assert failed.keys() == {"path", "error"}
+    assert found["path"] == str(disk)
 
 
-def test_a_later_phase_that_fails_keeps_the_figures_of_those_before(
-    disk, tmp_path, ssd_offload, monkeypatch
-):
+def test_a_later_phase_that_fails_keeps_earlier_figures(disk, tmp_path, ssd_offload, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the drive is gone")
 
@@ -124,15 +114,11 @@ def test_a_later_phase_that_fails_keeps_the_figures_of_those_before(
     (found,) = json.loads(file.read_text())["paths"]
     assert found["error"] == "the drive is gone"
     assert "write_latency" not in found
-    assert row[3:5] == [
-        f"{found[f'{way}_bytes_per_second'] / 1e9:.2f}" for way in ("write", "read")
-    ]
-    assert row[5:] == ["-", "-", "100%"]
+    rates = [found[f"{way}_bytes_per_second"] / 1e9 for way in ("write", "read")]
+    assert row[3:] == [*(f"{rate:.2f}" for rate in rates), "-", "-", "100%"]
 
 
-def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    disk, tmp_path, ssd_offload, monkeypatch
-):
+def test_a_file_that_cannot_be_written_is_refused_at_once(disk, tmp_path, ssd_offload, monkeypatch):
     monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("it was measured"))
     (tmp_path / "file").touch()
     for folder in ("nowhere", "file"):
@@ -144,12 +130,8 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--seconds 0", "argument --seconds"),
-        ("--seconds soon", "argument --seconds"),
-        ("--seconds inf", "'inf' is not a number above 0 and at most 3600"),
-        ("--seconds 3601", "at most 3600"),
-        ("--size 1", "argument --size"),
-        ("--size 12parsecs", "argument --size"),
+        *((f"--seconds {value}", "above 0 and at most 3600") for value in (0, "soon", "inf", 3601)),
+        *((f"--size {value}", "argument --size") for value in (1, "12parsecs")),
         ("--threads 0", "io.threads: got '0'"),
         ("--threads 1.5", "io.threads: got '1.5'"),
         ("--block-size 5000", "io.block_size: got '5000'"),
@@ -165,44 +147,24 @@ def test_the_99th_percentile_is_a_value_that_was_seen():
     assert _percentile([float(i) for i in range(1000, 0, -1)], 0.99) == 990.0
 
 
-def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk):
-    terminal, child_side = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 200))
-    program = subprocess.Popen(
-        [sys.executable, "-m", "offload_strategy.cli", "bench", str(disk), "--seconds", "60"],
-        stdout=subprocess.PIPE,
-        stderr=child_side,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-    )
-    os.close(child_side)
-    try:
-        shown = _read_until(terminal, rb"[1-9]%", seconds=30)  # the progress bar moves
-        assert str(disk).encode() in shown
-        program.send_signal(signal.SIGINT)
-        out, _ = program.communicate(timeout=20)
-        rest = _read_until(terminal, rb"(?!)", seconds=2)  # all that is left
-    finally:
-        program.kill()
-        program.wait(10)
-        os.close(terminal)
-    assert program.returncode == 130
-    assert out == b""
-    assert b"ssd-offload: interrupted" in rest
-    assert b"Traceback" not in rest
-    assert list(disk.iterdir()) == []
+def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, monkeypatch):
+    usual = bench._Bar.update
+
+    def update(bar: Progress, number: float = 1) -> None:
+        usual(bar, number)
+        if bar.last_print_n >= 0.02 * bar.total:  # the bar has moved
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(bench._Bar, "update", update)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    output = ssd_offload("bench", disk, "--seconds", "60", status=130)
+    assert re.search(rf"{disk}:? .*[1-9]%", output.err)
+    assert output.out == ""
+    assert output.err.endswith("ssd-offload: interrupted\n")
+    assert "Traceback" not in output.err
 
 
-def _read_until(terminal: int, pattern: bytes, seconds: float) -> bytes:
-    """What a terminal shows until the pattern appears, time is up, or its other side closes."""
-    text, deadline = b"", time.monotonic() + seconds
-    with contextlib.suppress(OSError):  # EIO: the other side is closed
-        while not re.search(pattern, text) and time.monotonic() < deadline:
-            if select.select([terminal], [], [], 0.1)[0]:
-                text += os.read(terminal, 4096)
-    return text
-
-
-def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
+def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     file = tmp_path / "bench.json"
     config = settings(disk)
@@ -211,7 +173,11 @@ def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_of
     (measured,) = json.loads(file.read_text())["paths"]
     with OffloadEngine(config) as engine:
         rates = {row.part: row for row in engine.report().paths}
-    read, write = (rates[f"{disk} {way}"] for way in ("read", "write"))
-    assert read.predicted == measured["read_bytes_per_second"]
-    assert write.predicted == measured["write_bytes_per_second"]
-    assert "predicted by a probe" in read.remark
+    for way in ("read", "write"):
+        row = rates[f"{disk} {way}"]
+        assert row.predicted == measured[f"{way}_bytes_per_second"]
+        assert "predicted by a probe" in row.remark
+    found = known_path(disk)
+    assert found.read == measured["read_bytes_per_second"]
+    assert found.write == measured["write_bytes_per_second"]
+    assert found.sources == {"read_GBps": "remembered"}

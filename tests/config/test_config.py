@@ -1,4 +1,4 @@
-"""Where a config may come from, what it may say, and what is said when it is wrong."""
+"""Where a config may come from, what it may say, and what is said when it or a path is wrong."""
 
 import copy
 import json
@@ -7,23 +7,28 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
+from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.config import (
     ActivationsConfig,
     OffloadConfig,
     TierConfig,
     default_directory,
     directories,
+    is_memory_filesystem,
     presets,
 )
-from offload_strategy.config.directories import FileSystem
-from offload_strategy.errors import ConfigError
+from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from offload_strategy.units import GiB, KiB, MiB, TiB
+from tests.io.loop_devices import loop_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
@@ -51,12 +56,8 @@ def tier(**options):
     return {"tiers": [{"name": "a", **options}]}
 
 
-DEVICE_AND_DRAM = {
-    "tiers": [
-        {"name": "a", "kind": "device", "capacity": 1},
-        {"name": "b", "kind": "dram", "capacity": 1},
-    ]
-}
+DRAM = {"kind": "dram", "capacity": 1}
+DEVICE_AND_DRAM = {"tiers": [{"name": "a", "kind": "device", "capacity": 1}, {"name": "b", **DRAM}]}
 
 
 def refusal(source):
@@ -67,30 +68,27 @@ def refusal(source):
     return str(caught.value)
 
 
-def test_the_contract_is_read_from_yaml(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(CONTRACT)
-    config = OffloadConfig.load(file)
-    host, nvme0, pfs = config.tiers
-    assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
-    assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
-    assert pfs.capacity == TiB
-    assert config.io.block_size == 4 * MiB
-    assert config.memory.pinned == 4 * GiB
-    assert config.tiers_for("activations") == [host, nvme0]
-    assert config.tiers_for("optimizer") == [host, nvme0, pfs]
-
-
 def test_mapping_json_text_and_files_mean_the_same(tmp_path):
     sections = yaml.safe_load(CONTRACT)
     as_yaml, as_json = tmp_path / "a.yml", tmp_path / "a.json"
     as_yaml.write_text(CONTRACT)
     # Tabs are fine in JSON and not in YAML.
     as_json.write_text(json.dumps(sections, indent="\t"))
-    expected = OffloadConfig.load(sections)
+    config = OffloadConfig.load(sections)
     text, made = json.dumps(sections), OffloadConfig(**sections)
     for source in (str(as_yaml), as_yaml, as_json, text, made):
-        assert OffloadConfig.load(source) == expected
+        assert OffloadConfig.load(source) == config
+    host, nvme0, pfs = config.tiers
+    assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
+    assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
+    assert (pfs.capacity, config.io.block_size, config.memory.pinned) == (TiB, 4 * MiB, 4 * GiB)
+    # A section uses the tiers that it names in their order, or all.
+    assert config.tiers_for("activations") == [host, nvme0]
+    sections["activations"]["tiers"] = ["nvme0", "host"]
+    del sections["optimizer"]["tiers"]
+    config = OffloadConfig.load(sections)
+    assert config.tiers_for("activations") == [nvme0, host]
+    assert config.tiers_for("optimizer") == [host, nvme0, pfs]
 
 
 def test_presets_are_the_defaults_but_for_the_switches_that_their_names_say():
@@ -119,26 +117,24 @@ def test_the_environment_gives_the_default_config(tmp_path, monkeypatch):
     assert refusal(None).startswith("$SSD_OFFLOAD_CONFIG: 'ful'")
 
 
-def test_the_section_of_a_launch_file_is_read_or_names_a_preset_or_a_file_beside_it(tmp_path):
-    assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Empty files and sections.
+        ("# nothing\n", {}),
+        ("activations:\n  # min_size: 1MiB\n", {}),
+        ("optimizer: {overlap: off}", {"optimizer": {"overlap": "off"}}),  # YAML reads false
+        # The section of a launch file, or what it names: a preset, or a file beside it.
+        ("num_processes: 1\nssd_offload_config:", {}),
+        ("num_processes: 1\nssd_offload_config: activations", "activations"),
+        ("num_processes: 1\nssd_offload_config: mine.yaml", {"memory": {"pinned": "7MiB"}}),
+    ],
+)
+def test_what_a_file_means(text, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text("memory: {pinned: 7MiB}")
-    launch = tmp_path / "launch.yaml"
-    launch.write_text("num_processes: 1\nssd_offload_config: mine.yaml")
-    assert OffloadConfig.load(launch).memory.pinned == 7 * MiB
-    launch.write_text("num_processes: 1\nssd_offload_config: activations")
-    assert not OffloadConfig.load(launch).optimizer.enabled
-    launch.write_text("num_processes: 1\nssd_offload_config:")
-    assert OffloadConfig.load(launch) == OffloadConfig()
-
-
-def test_empty_files_and_sections_are_the_defaults(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("# nothing\n")
-    assert OffloadConfig.load(file) == OffloadConfig()
-    file.write_text("activations:\n  # min_size: 1MiB\n")
-    assert OffloadConfig.load(file) == OffloadConfig()
-    file.write_text("optimizer: {overlap: off}")  # which YAML reads as false
-    assert OffloadConfig.load(file).optimizer.overlap == "off"
+    file.write_text(text)
+    assert OffloadConfig.load(file) == OffloadConfig.load(expected)
 
 
 def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
@@ -177,41 +173,19 @@ def test_files_that_hold_no_config(content, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("ful", r"neither a file .* \(activations, full, optimizer\)\. .* mean 'full'\?"),
-        ("/", "is a directory"),
-        ('{"memory": 1', "line 1, column 13"),
-        *((source, "cannot read a config from") for source in (3, True, b"full", ["full"])),
-    ],
-)
-def test_what_cannot_be_a_source(source, words):
-    assert re.search(words, refusal(source))
-
-
-@pytest.mark.parametrize(
-    ("sections", "right"),
-    [
-        ({"activations": {"min_sise": 1}}, "activations.min_size"),
-        ({"activations": {"min-size": 1}}, "activations.min_size"),
-        ({"activations": {"capacity": 1}}, "tiers[].capacity"),
-        ({"activations": {"pinned": 1}}, "memory.pinned"),
-        ({"optimiser": {}}, "optimizer"),
-        ({"min_size": 1}, "activations.min_size"),
-        ({"Memory": {}}, "memory"),
-        ({"tiers": [{"name": "a", "kind": "ssd", "dir": "/a", "capcity": 1}]}, "capacity"),
-    ],
-)
-def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
-    assert "did you mean" in refusal(sections)
-    assert right in refusal(sections)
-    message = refusal({"memory": {"zzz": 1}})  # near to nothing
-    assert message.endswith("memory.zzz: unknown key; the keys here are limit, pinned")
-
-
-@pytest.mark.parametrize(
     ("sections", "where", "words"),
     [
+        # A misspelt key comes with the nearest right one.
+        ({"activations": {"min_sise": 1}}, "activations.min_sise", "mean 'activations.min_size'?"),
+        ({"activations": {"min-size": 1}}, "activations.min-size", "mean 'activations.min_size'?"),
+        ({"activations": {"capacity": 1}}, "activations.capacity", "mean 'tiers[].capacity'?"),
+        ({"activations": {"pinned": 1}}, "activations.pinned", "did you mean 'memory.pinned'?"),
+        ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
+        ({"min_size": 1}, "min_size", "mean 'activations.min_size' or 'parameters.min_size'?"),
+        ({"Memory": {}}, "Memory", "did you mean 'memory'?"),
+        (tier(kind="ssd", path="/a", capcity=1), "tiers[0].capcity", "'tiers[].capacity'?"),
+        ({"memory": {"zzz": 1}}, "memory.zzz", "unknown key; the keys here are limit, pinned"),
+        # So does a wrong value with what is allowed.
         ({"tiers": []}, "tiers", "empty"),
         ({"tiers": {"name": "a"}}, "tiers", "a list"),
         ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
@@ -232,7 +206,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
         (
             tier(kind="dram", capacity=0),
             "tiers[0].capacity",
-            "got 0: must be a size greater than 0 with its unit",
+            "got 0: must be a size greater than 0",
         ),
         (tier(kind="dram", capacity="-1GiB"), "tiers[0].capacity", "negative"),
         (tier(kind="dram", capacity=1, overwrite=True), "tiers[0]", "remove overwrite"),
@@ -267,6 +241,14 @@ def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, w
     assert "pydantic" not in message
 
 
+def test_what_cannot_be_a_source_is_refused():
+    assert re.search(r"neither a file .* full, optimizer\)\. .* mean 'full'\?", refusal("ful"))
+    assert "is a directory" in refusal("/")
+    assert "line 1, column 13" in refusal('{"memory": 1')
+    for source in (3, True, b"full", ["full"]):
+        assert "cannot read a config from" in refusal(source)
+
+
 def test_one_message_has_all_problems_and_names_the_source(tmp_path):
     message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
     assert "2 problems" in message
@@ -282,13 +264,7 @@ def test_one_message_has_all_problems_and_names_the_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("budget", "fraction", "size"),
-    [
-        ("auto", None, None),
-        ("0%", 0.0, None),
-        (" 12.5 % ", 0.125, None),
-        ("8GiB", None, 8 * GiB),
-        (0, None, 0),
-    ],
+    [("auto", None, None), (" 12.5 % ", 0.125, None), ("8GiB", None, 8 * GiB), (0, None, 0)],
 )
 def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
     section = ActivationsConfig(budget=budget)
@@ -308,19 +284,8 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
     assert path("offload") == Path.cwd() / "offload"
 
 
-def test_a_section_uses_all_tiers_in_order_or_those_that_it_names():
-    sections = yaml.safe_load(CONTRACT)
-    sections["activations"]["tiers"] = ["nvme0", "host"]
-    del sections["optimizer"]["tiers"]
-    config = OffloadConfig.load(sections)
-    assert [tier.name for tier in config.tiers_for("activations")] == ["nvme0", "host"]
-    assert [tier.name for tier in config.tiers_for("optimizer")] == ["host", "nvme0", "pfs"]
-
-
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-def test_the_default_tier_is_in_the_temporary_directory_unless_that_is_memory(
-    kind, tmp_path, monkeypatch
-):
+def test_the_default_directory_is_never_in_memory(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
     memory = kind == "tmpfs"
@@ -355,7 +320,8 @@ def test_reading_a_config_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_accelerate_accepts_the_rest_of_our_launch_file(tmp_path):
+def test_our_launch_file_has_a_config_and_accelerate_accepts_its_rest(tmp_path):
+    assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     del content["ssd_offload_config"]
@@ -370,3 +336,106 @@ def test_a_system_without_affinity_of_threads_has_all_cores(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert OffloadConfig().io.threads_to_use() == 3
+
+
+# ---------------------------------------------------------------------- directories
+AS_ANOTHER_USER = """
+import os, sys
+from offload_strategy import ConfigError, OffloadEngine
+import offload_strategy.io.backends.posix
+if os.getuid() == 0:  # who may write everywhere
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for path in sys.argv[1:]:
+    try:
+        OffloadEngine({"tiers": [{"name": "nvme", "kind": "ssd", "path": path}]})
+    except ConfigError as error:
+        print(str(error).replace("\\n", " "))
+"""
+
+
+def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder) / name for name in ("500", "600", "hidden/place")]
+        places[2].mkdir(parents=True, mode=0o777)
+        for place in places[:2]:
+            place.mkdir(mode=int(place.name, 8))
+            if os.getuid() == 0:
+                os.chown(place, 65534, 65534)
+        places[2].parent.chmod(0o700 if os.getuid() == 0 else 0o000)
+        Path(folder).chmod(0o755)
+        command = [sys.executable, "-c", AS_ANOTHER_USER, *map(str, places)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        for place in (*places[:2], places[2].parent):
+            place.chmod(0o700)
+        assert done.returncode == 0, done.stderr
+        reasons = 2 * ["not writable for this user"] + ["cannot be reached: Permission denied"]
+        for place, told, reason in zip(places, done.stdout.splitlines(), reasons, strict=True):
+            assert all(words in told for words in ("'nvme'", str(place), reason))
+            assert list(place.iterdir()) == []
+
+
+def test_tiers_that_are_used_are_opened_together_or_not_at_all(disk, tmp_path):
+    sections = tier(kind="ssd", path=str(disk), capacity="1MiB")
+    sections["tiers"] += [{"name": "other", "kind": "ssd", "path": str(tmp_path / "gone")}]
+    with pytest.raises(ConfigError, match="'other'"):
+        OffloadEngine(sections)
+    only = {"tiers": ["a"]}
+    OffloadEngine({**sections, "activations": only, "optimizer": only}).close()
+
+
+# ---------------------------------------------------------------------- file systems
+Mount = namedtuple("Mount", "mountpoint fstype")
+MOUNTS = {
+    "/proc": "proc", "/": "ext4", "/mnt/data": "xfs", "/mnt/data/share": "nfs4", "/mnt/two": "tmpfs"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me", "ext4"),
+        ("/mnt/data", "xfs"),
+        ("/mnt/database", "ext4"),
+        ("/mnt/data/share/me", "nfs4"),
+        ("/mnt/two", "btrfs"),
+    ],
+)
+def test_the_mount_is_the_innermost_and_latest(path, kind, monkeypatch):
+    mounts = [*map(Mount._make, MOUNTS.items()), Mount("/mnt/two", "btrfs")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    found = file_system_of(path)
+    assert (found.kind, found.is_network) == (kind, kind == "nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
+    assert file_system_of(path) is None
+
+
+def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp_path):
+    with loop_disk(tmp_path, 16 << 20) as disk:
+        link = tmp_path / "link"
+        link.symlink_to(disk.directory)
+        assert file_system_of(link / "not" / "there") == FileSystem("ext4", rotational=None)
+    if ("/dev/shm", "tmpfs") in {m[1:3] for m in psutil.disk_partitions(all=True)}:
+        assert is_memory_filesystem("/dev/shm/not/yet/there")
+
+
+@pytest.mark.parametrize(
+    ("name", "partition", "answer", "expected"),
+    [
+        ("sda", "sda1", "1", True),
+        ("nvme0n1", "", "0", False),
+        ("vda", "", "1", None),  # virtual disks do not tell
+        ("sda", "", None, None),
+    ],
+)
+def test_a_partition_is_as_its_disk(name, partition, answer, expected, tmp_path, monkeypatch):
+    disk = tmp_path / "devices" / name
+    (disk / partition).mkdir(parents=True)
+    (disk / "queue").mkdir()
+    if answer is not None:
+        (disk / "queue" / "rotational").write_text(answer + "\n")
+    number = os.stat(tmp_path).st_dev
+    (tmp_path / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / partition)
+    assert is_rotational(tmp_path, tmp_path) is expected
+    monkeypatch.delattr(os, "major")
+    assert is_rotational(tmp_path, tmp_path) is None, "this system does not tell"

@@ -1,14 +1,14 @@
 """However training ends, nothing stays on disk, nothing hangs, and the error is the user's own."""
 
-from __future__ import annotations
-
 import copy
+import gc
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import weakref
+from code import InteractiveInterpreter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload_strategy import OffloadEngine, OffloadError
 from tests.distributed.ranks import run_ranks
+from tests.engine.test_engine import model, train
 from tests.integrations.support import python, succeeded
 from tests.training import (
-    Numbers,
+    activations_only,
     assert_same_bits,
     attached,
+    gradients,
     moved,
     on_disk,
     same_with_and_without,
@@ -57,31 +59,29 @@ print("ready", flush=True)
 
 
 # ---------------------------------------------------------------------- ends of a process
+#: What follows, the exit status, and what the error says.
 ENDS = {
     "closed": ("engine.close()", 0, ""),
-    "closed while a graph is alive": ("loss = step(); keep = model(torch.randn(256, 64)).sum(); "
-                                      "engine.close()", 0, ""),
+    "closed while a graph is alive": (
+        "loss = step(); keep = model(torch.randn(256, 64)).sum(); engine.close()", 0, ""
+    ),
     "forgotten": ("loss = step()", 0, ""),
     "forgotten in the middle of a step": (
-        "optimizer.zero_grad(); model(torch.randn(256, 64)).pow(2).mean().backward()", 0, ""),
+        "optimizer.zero_grad(); model(torch.randn(256, 64)).pow(2).mean().backward()", 0, ""
+    ),
     "forgotten before backward": ("loss = model(torch.randn(256, 64)).pow(2).mean()", 0, ""),
     "an exception": ("step(); raise ValueError('of the user')", 1, "ValueError: of the user"),
     "sys.exit": ("step(); sys.exit(7)", 7, ""),
     "os._exit": ("step(); os._exit(5)", 5, ""),
 }  # fmt: skip
-
-
 GO_ON = BEGIN + "while True: step()\n"
-#: As on file systems that have no unnamed files.
-NAMED = "import os\ndel os.O_TMPFILE\n"
 SIGNALS = {
     "Ctrl-C": (GO_ON, signal.SIGINT),
     "killed": (GO_ON, signal.SIGKILL),
-    "terminated, with an unlinked file": (NAMED + GO_ON, signal.SIGTERM),
+    # As on file systems that have no unnamed files.
+    "terminated, with an unlinked file": ("import os\ndel os.O_TMPFILE\n" + GO_ON, signal.SIGTERM),
 }
-SURVIVE = (
-    BEGIN
-    + """
+SURVIVE = f"""{BEGIN}
 import gc, random, threading, time
 random.seed(1)
 interrupts = 0
@@ -120,11 +120,10 @@ assert not left, left
 assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 print("survived")
 """
-)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, signals and /proc")
-def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path):
     scripts = {end: (BEGIN + code, 0) for end, (code, _, _) in ENDS.items()}
     scripts |= {**SIGNALS, "survives": (SURVIVE, 0)}
     where = "tests.ends:outcomes"
@@ -149,6 +148,9 @@ def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_pa
 
 
 # ---------------------------------------------------------------------- forks
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
 class Rows(Dataset[torch.Tensor]):
     """Random rows."""
 
@@ -156,75 +158,48 @@ class Rows(Dataset[torch.Tensor]):
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, generator=generator)
+        return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 
-def small_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@FORKS
 @pytest.mark.parametrize("persistent", [False, True])
-def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: bool) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
-        workers = 0 if engine is None else 2
-        model = small_model()
-        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-2))
-        loader = DataLoader(
-            Rows(),
-            batch_size=4,
-            num_workers=workers,
-            persistent_workers=persistent and workers > 0,
-            multiprocessing_context="fork" if workers else None,
-        )
+def test_data_loader_workers_are_forked_while_training(disk, persistent):
+    def run(engine):
+        net = model()
+        optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
+        forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}
+        forks["persistent_workers"] = persistent and engine is not None
+        loader = DataLoader(Rows(), batch_size=4, **forks)
         for _ in range(2):
             for batch in loader:
                 optimizer.zero_grad()
-                model(batch).pow(2).sum().backward()
+                net(batch).pow(2).sum().backward()
                 optimizer.step()
-        return [weights(model)]
+        return [weights(net)]
 
     same_with_and_without(run, settings(disk, "2KiB"))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@FORKS
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
-def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
-    disk: Path, host: str | None
-) -> None:
-    model = small_model()
-    batch = torch.randn(4, 8)
+def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
+    net, batch = model(), torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
-        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-2))
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-        pending = model(batch).sum()
+        optimizer = engine.attach(net, AdamW(net.parameters(), 1e-2))
+        train(net, optimizer)
+        pending = net(batch).sum()
         on_disk(engine)
         child = os.fork()
         if child == 0:
-            told = []
             try:
                 with torch.no_grad():
-                    model(batch)  # using the weights is fine
-                for use in (
-                    lambda: model(batch),
-                    optimizer.step,
-                    optimizer.state_dict,
-                    lambda: engine.attach(small_model()),
-                ):
-                    try:
+                    net(batch)  # using the weights is fine
+                uses = (optimizer.step, optimizer.state_dict)
+                for use in (*uses, lambda: net(batch), lambda: engine.attach(model())):
+                    with pytest.raises(OffloadError, match="forked process"):
                         use()
-                        told.append("nothing")
-                    except OffloadError as error:
-                        told.append(str(error))
                 engine.close()
-                os._exit(0 if all("forked process" in text for text in told) else 1)
+                os._exit(0)
             finally:
                 os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
@@ -233,43 +208,24 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
 
 
 # ---------------------------------------------------------------------- copies
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    loaded: nn.Module = pickle.loads(pickle.dumps(model))
-    return loaded
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_an_attached_model_trains_without_offload(
-    disk: Path, copied: Callable[[nn.Module], nn.Module]
-) -> None:
-    expected = small_model()
-    model = small_model()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
+    expected, net = model(), model()
     with OffloadEngine(settings(disk)) as engine:
-        optimizer = engine.attach(model, SGD(model.parameters(), 0.1))
-        for net, steps in ((model, optimizer), (expected, SGD(expected.parameters(), 0.1))):
-            net(torch.ones(4, 8)).sum().backward()
-            steps.step()
-            net.zero_grad()
-        loss = model(torch.ones(4, 8)).sum()
-        twin = copied(model)
+        train(expected, SGD(expected.parameters(), 0.1), 1)
+        train(net, engine.attach(net, SGD(net.parameters(), 0.1)), 1)
+        loss = net(torch.ones(4, 8)).sum()
+        twin = copied(net)
         loss.backward()
         on_disk(engine)
         before = moved(engine)
-        steps = {id(net): SGD(net.parameters(), 0.1) for net in (twin, expected)}
-        for _ in range(3):
-            for net in (twin, expected):
-                net.zero_grad()
-                net(torch.ones(4, 8)).pow(2).sum().backward()
-                steps[id(net)].step()
+        for each in (twin, expected):
+            train(each, SGD(each.parameters(), 0.1), 3)
         assert_same_bits(weights(twin), weights(expected))
         on_disk(engine)
         assert moved(engine) == before
         # The copy may be attached for itself.
-        assert engine.attach(twin, SGD(twin.parameters(), 0.1)) is not None
-        twin.zero_grad()
-        twin(torch.ones(4, 8)).sum().backward()
+        train(twin, engine.attach(twin, SGD(twin.parameters(), 0.1)), 1)
         assert moved(engine) + moved(engine, verb="forwarded") > before
 
 
@@ -300,11 +256,9 @@ for module in pkgutil.walk_packages(offload_strategy.__path__, "offload_strategy
         continue
     try:
         importlib.import_module(module.name)
-    except ImportError as error:
-        if "offload_strategy" in str(error):
+    except BaseException as error:  # packages of others may be missing
+        if not isinstance(error, ImportError) or "offload_strategy" in str(error):
             failed.append((module.name, repr(error)))
-    except BaseException as error:
-        failed.append((module.name, repr(error)))
 assert not failed, failed
 from offload_strategy import ConfigError, OffloadEngine
 def run(engine):
@@ -333,6 +287,105 @@ except ConfigError as error:
 """
 
 
-def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk: Path) -> None:
+def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk):
     out = succeeded(python("-c", POORER + IMPORT_ALL, str(disk), home=disk))
     assert "does not offer. Use a tier of kind dram" in out
+
+
+# ---------------------------------------------------------------------- notebooks
+SET_UP = """
+import torch
+from torch import nn
+from offload_strategy import OffloadEngine
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+engine = OffloadEngine(config)
+optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+"""
+TRAIN = """
+for _ in range(3):
+    model(torch.ones(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# Inside a hook of autograd, inside an update of the optimizer, and inside a forward pass.
+INTERRUPTIONS = {
+    "backward": "model[0].weight.register_hook(interrupt)",
+    "update": "optimizer.register_step_pre_hook(interrupt)",
+    "forward": "model[2].register_forward_hook(interrupt)",
+}
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("place", INTERRUPTIONS)
+def test_the_engine_of_an_interrupted_cell_ends_with_the_next(disk, place, overlap, monkeypatch):
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+    cells = {"config": settings(disk, optimizer={"overlap": overlap}), "interrupt": interrupt}
+    notebook = InteractiveInterpreter(cells)
+    monkeypatch.setattr(notebook, "write", lambda text: None)
+    for cell in (SET_UP, TRAIN, INTERRUPTIONS[place]):
+        notebook.runcode(compile(cell, "<cell>", "exec"))
+        assert sys.last_value is None
+    notebook.runcode(compile(TRAIN, "<cell>", "exec"))
+    assert isinstance(sys.last_value, KeyboardInterrupt)
+    sys.last_value = sys.last_value.with_traceback(sys.last_traceback)  # as notebooks keep it
+    earlier = weakref.ref(cells["engine"])
+    store = weakref.ref(cells["engine"]._resources.store)
+    for cell in (SET_UP, TRAIN):
+        notebook.runcode(compile(cell, "<cell>", "exec"))
+        gc.collect()
+        assert earlier() is store() is None
+    assert isinstance(sys.last_value, KeyboardInterrupt)  # the message stays
+    cells["engine"].close()
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+class Catching(nn.Module):
+    """Goes on after a module inside of it was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Interrupted(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).exp()
+        with suppress(KeyboardInterrupt):
+            self.inner(x)
+        return self.last(x).exp()
+
+
+@pytest.mark.parametrize("inner", ["another engine", "the same engine"])
+def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(disk, inner):
+    torch.manual_seed(0)
+    model, plain = Catching(), Catching()
+    plain.load_state_dict(model.state_dict())
+    with activations_only(disk) as engine, activations_only(disk) as other:
+        engine.attach(model)
+        (other if inner == "another engine" else engine).attach(model.inner)
+        for each in (model, plain):
+            each(torch.ones(2, 4)).sum().backward()
+        assert_same_bits(gradients(model), gradients(plain))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk):
+    model, engine = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4)), activations_only(disk)
+    engine.attach(model)
+    with suppress(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    seen = [weakref.ref(model), weakref.ref(engine)]
+    del model, engine
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+    with activations_only(disk):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,25 +1,40 @@
-"""Engines over several paths: what is opened, what is refused, and the same bits."""
-
-from __future__ import annotations
+"""What engines open by their config, over several paths, and what leaves where it is left open."""
 
 import json
+import sys
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import ConfigError
+from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
+from offload_strategy.config import Client
+from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.store.tiers import HostTier, PathTier
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.store.tiers import HostTier
+from offload_strategy.telemetry.recorder import CLIENTS
+from offload_strategy.units import MiB
 from tests.ends import open_files
-from tests.training import Numbers, assert_same_history, attached, settings, weights
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    assert_same_history,
+    attached,
+    moved,
+    on_disk,
+    settings,
+    weights,
+)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> list[Path]:
+def places(tmp_path):
     made = [tmp_path / "nvme0", tmp_path / "nvme1", tmp_path / "pfs"]
     for place in made:
         place.mkdir()
@@ -51,9 +66,7 @@ def train(engine: OffloadEngine | None) -> list[Numbers]:
 
 
 @pytest.mark.parametrize(("layout", "checksum"), [("one tier", "full"), ("several tiers", "auto")])
-def test_training_over_several_paths_changes_no_bit(
-    places: list[Path], layout: str, checksum: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_over_several_paths_changes_no_bit(places, layout, checksum, monkeypatch):
     # Tickets of this model are small; stripe them all the same.
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
@@ -64,10 +77,8 @@ def test_training_over_several_paths_changes_no_bit(
     expected = train(None)
     with OffloadEngine(config(*tiers, io={"checksum": checksum})) as engine:
         got = train(engine)
-        engine._resources.store.wait_for_writes()
-        written = {
-            record.path for record in engine._recorder.moves if record.direction.value == "write"
-        }
+        on_disk(engine)
+        written = {move.path for move in engine._recorder.moves if move.direction == "write"}
         metrics = engine.metrics()
     assert_same_history(got, expected)
     assert written == {str(place) for place in places}
@@ -76,66 +87,177 @@ def test_training_over_several_paths_changes_no_bit(
         assert metrics[f"offload/tier/{tier['name']}/queued_seconds"] > 0
 
 
-def test_ssd_tiers_that_follow_each_other_are_one(places: list[Path]) -> None:
+def test_ssd_tiers_that_follow_each_other_are_one_with_a_queue_for_each_path(places):
     made = config(
         {"name": "host", "kind": "dram", "capacity": "1MiB"},
         ssd("nvme0", places[0]),
         ssd("pfs", places[2]),
-        activations={"tiers": ["host", "nvme0"]},
         optimizer={"tiers": ["nvme0", "host", "pfs"]},
     )
     with OffloadEngine(made) as engine:
-        activations = engine._resources.clients["activations"]
-        optimizer = engine._resources.clients["optimizer"]
-        assert [type(tier) for tier in activations] == [HostTier, PathTier]
-        assert [tier.name for tier in optimizer] == ["nvme0", "host", "pfs"]
-        first, other = activations[1], optimizer[0]
-        assert isinstance(first, PathTier)
-        assert isinstance(other, PathTier)
-        assert first.queues == other.queues, "one queue a path, whoever uses it"
+        host, both = engine._resources.clients["activations"]
+        first, _, last = engine._resources.clients["optimizer"]
+        assert isinstance(host, HostTier)
+        assert [*both.queues] == [*first.queues, *last.queues], "whoever uses a path"
 
 
-def test_paths_are_measured_only_where_work_is_dealt(places: list[Path]) -> None:
-    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
-        (queue,) = engine._resources.queues["nvme"]
-        assert queue.bandwidth.round_trip() is None
-    with OffloadEngine(config(ssd("nvme", places[:2]))) as engine:
-        for queue in engine._resources.queues["nvme"]:
-            assert (queue.bandwidth.round_trip() or 0) > 1e6
-        assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
+def test_paths_are_measured_only_where_work_is_dealt(places):
+    for count, measured in ((1, False), (2, True)):
+        with OffloadEngine(config(ssd("nvme", places[:count]))) as engine:
+            for queue in engine._resources.queues["nvme"]:
+                assert ((queue.bandwidth.round_trip() or 0) > 1e6) == measured
+            assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
-def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
-    with OffloadEngine(config(ssd("nvme", places, capacity="10MiB"))) as engine:
-        (tier,) = engine._resources.clients["optimizer"]
-        assert tier.capacity == 10 << 20
-    with pytest.raises(ConfigError, match=r"'nvme': capacity is 1 EiB|'nvme': capacity is"):
-        OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
-
-
-def test_a_checksum_without_its_package_says_what_to_install(
-    places: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
         OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": "sampled"}))
     with OffloadEngine(config(ssd("nvme", places[0]))):
         assert "pip install xxhash" in caplog.text
 
 
-def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(
-    places: list[Path], tmp_path: Path
-) -> None:
+def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_path):
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)
         assert open_files(places[0]), "the file, and the directory that is locked"
         engine.export_trace(tmp_path / "trace.json")
     assert open_files(places[0]) == []
-    late = PathLock(places[0])
-    late.acquire()
-    late.release()
-    late.close()
+    with closing(PathLock(places[0])) as late:
+        late.acquire()
+        late.release()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert any(
-        event["ph"] == "X" and event["args"].get("client") == "optimizer" for event in events
-    )
+    assert "optimizer" in {event["args"].get("client") for event in events if event["ph"] == "X"}
+
+
+# ---------------------------------------------------------------------- what is left open
+LIMIT = 512 * MiB
+WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of states
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*chain.from_iterable(layers))
+
+
+def train_network(model, optimizer, batch, steps=2):
+    for step in range(steps):
+        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def attached_network(engine):
+    model = network()
+    return model, engine.attach(model, torch.optim.AdamW(model.parameters()))
+
+
+def in_use(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
+    """Let the process have so much in memory, whatever it really has."""
+    for name in ("used_bytes", "peak_bytes"):
+        monkeypatch.setattr(PeakMeter, name, lambda _: mebibytes * MiB)
+
+
+def moves(engine: OffloadEngine, client: Client) -> bool:
+    on_disk(engine)
+    return moved(engine, client) + moved(engine, client, "forwarded") > 0
+
+
+def sections(disk: Path, **given: Any) -> dict[str, Any]:
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "1GiB"}]
+    return {"tiers": tiers, "memory": LIMIT, **given}
+
+
+#: What the process has in memory before, in MiB, and the batch: what leaves then.
+CASES = {
+    "everything stays": (32, 16, set()),
+    "activations leave": (232, 4096, {"activations"}),
+    "optimizer states leave": (332, 16, {"optimizer"}),
+    "weights are streamed": (420, 16, {"optimizer", "parameters"}),
+}
+
+
+@pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
+def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, leave):
+    plain, model = network(), network()
+    train_network(plain, torch.optim.AdamW(plain.parameters()), batch)
+    own = torch.optim.AdamW(model.parameters())
+    in_use(monkeypatch, before)
+    with OffloadEngine(sections(disk)) as engine:
+        optimizer = engine.attach(model, own)
+        assert (optimizer is own) == ("optimizer" not in leave)
+        train_network(model, optimizer, batch, steps=1)
+        assert {client for client in CLIENTS if moves(engine, client)} == leave
+        chosen = engine.effective_config()
+        assert {client for client in CLIENTS if getattr(chosen, client).enabled} == leave
+        assert (chosen.planning.device_memory == LIMIT) == ("activations" in leave)
+        assert OffloadConfig(**yaml.safe_load(chosen.to_yaml())) == chosen
+    with OffloadEngine(chosen) as engine:  # from the beginning, with what was chosen
+        model, optimizer = attached_network(engine)
+        train_network(model, optimizer, batch)
+        assert {client for client in CLIENTS if moves(engine, client)} == leave
+        assert_same_bits(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_that_accumulate_count_as_a_whole(disk, monkeypatch, accumulates):
+    in_use(monkeypatch, 376)
+    with OffloadEngine(sections(disk)) as engine:
+        if accumulates:
+            engine.microbatch(0, last=False)
+        attached_network(engine)
+        assert engine.effective_config().parameters.enabled is accumulates
+
+
+def test_what_the_config_says_wins(disk, monkeypatch):
+    in_use(monkeypatch, 332)
+    model = network()
+    own = torch.optim.AdamW(model.parameters())
+    config = sections(disk, optimizer={"enabled": False}, activations={"min_size": 1})
+    with OffloadEngine(config) as engine:
+        assert engine.attach(model, own) is own
+        train_network(model, own, 64, steps=1)
+        assert moves(engine, "activations")
+    with OffloadEngine({"mode": "always", **sections(disk)}) as engine:
+        assert isinstance(engine.attach(model, own), OffloadedOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled"),
+    [
+        ({}, ["auto", "auto", "auto"]),
+        ({"mode": "always"}, [True, True, False]),
+        (
+            {"activations": {"min_size": 1}, "optimizer": {"tiers": ["nvme"]}},
+            [True, "auto", "auto"],
+        ),
+        ({"optimizer": {"enabled": "auto", "overlap": "off"}}, ["auto", "auto", "auto"]),
+        ({"optimizer": {"overlap": "off"}, "parameters": {"min_size": 1}}, ["auto", True, "auto"]),
+    ],
+)
+def test_sections_with_settings_are_on(disk, given, enabled):
+    config = OffloadConfig.load(sections(disk, **given))
+    assert [getattr(config, client).enabled for client in CLIENTS] == enabled
+    assert config.memory.limit == LIMIT
+    assert OffloadConfig(**yaml.safe_load(config.to_yaml())) == config
+
+
+def test_a_limit_below_what_is_in_use_is_refused_before_a_step(disk, monkeypatch):
+    in_use(monkeypatch, 600)
+    with OffloadEngine(sections(disk, parameters={"enabled": False})) as engine:
+        model, optimizer = attached_network(engine)
+        with pytest.raises(ConfigError, match=r"memory\.limit is 512 MiB, and .* MiB are in use"):
+            train_network(model, optimizer, 256)
+        assert_same_bits(weights(model), weights(network()))
+
+
+def test_growing_batches_make_activations_leave_in_the_pass_that_needs_it(disk, monkeypatch):
+    in_use(monkeypatch, 232)
+    with OffloadEngine(sections(disk)) as engine:
+        model, optimizer = attached_network(engine)
+        train_network(model, optimizer, 64)
+        assert not moves(engine, "activations")
+        train_network(model, optimizer, 4096, steps=1)
+        assert moves(engine, "activations")

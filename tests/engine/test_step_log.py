@@ -1,7 +1,5 @@
 """An engine that is asked, after a few steps, what it had expected of them."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -10,6 +8,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,19 +20,18 @@ from offload_strategy.engine.step_log import StepLog
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, load_all_rates
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import MiB
-from tests.training import settings
+from tests.training import on_disk, settings
 
 measured_paths = sys.modules[MeasuredPaths.__module__]
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -64,38 +62,62 @@ def train(engine: OffloadEngine, steps: int = 6, passes: int = 1) -> None:
         optimizer.zero_grad()
 
 
-def compared(engine: OffloadEngine) -> PredictionComparison:
-    found = engine.report().comparison
-    assert found is not None
-    return found
+def compared(engine):
+    return engine.report().comparison
 
 
-def seconds(found: PredictionComparison, name: str, which: str = "observed") -> float:
-    value = getattr(found.part(name), which)
-    assert value is not None
-    return float(value)
+def seconds(found, name, which="observed"):
+    return getattr(found.part(name), which)
 
 
 # ---------------------------------------------------------------------- one run
-@pytest.mark.parametrize(("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3)])
-def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> None:
-    with engine_on(disk, optimizer={"overlap": overlap}) as engine:
+@pytest.mark.parametrize(
+    ("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3), ("not offloaded", 1)]
+)
+def test_a_step_is_the_sum_of_its_parts(disk, tmp_path, overlap, passes):
+    offloads = overlap != "not offloaded"
+    with engine_on(
+        disk, optimizer={"overlap": overlap} if offloads else {"enabled": False}
+    ) as engine:
         train(engine, passes=passes)
-        found = compared(engine)
-        assert (engine._log.middle_step() or (None, 0))[1] == passes
+        on_disk(engine)
+        found, profile = compared(engine), engine.profile()
+        assert engine._log.middle_step()[1] == passes
+        states_bytes = engine.metrics()["offload/tier/nvme/used_bytes"]
+    assert (states_bytes > 0) == offloads
     for which in ("predicted", "observed"):
         parts = sum(seconds(found, name, which) for name in PARTS)
         assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
-        assert seconds(found, "updates", which) > 0
+        assert (seconds(found, "updates", which) > 0) == offloads
     assert seconds(found, "computing") > 0
     # The states at least: how much of what was saved leaves depends on how long the tiers take.
-    assert seconds(found, "written in a step", "predicted") >= 4 * 2 * 64 * 64 * 4
+    assert seconds(found, "written in a step", "predicted") >= states_bytes
     assert "| step |" in str(found)
 
+    assert [tensor.nbytes for tensor in profile.tensors if tensor.nbytes >= 512 * 64 * 4]
+    assert 0 < profile.forward_seconds < profile.step_seconds
+    assert profile.shared_cores
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    moving = [update for update in profile.updates if update.written_bytes]
+    assert len(moving) == (4 if offloads else 0), "one for each layer"
+    # What was computed ahead is made visible in step(), which moves nothing. An update whose
+    # states come late is made there as a whole.
+    assert len(moving) <= len(profile.updates) <= len(moving) * (2 if overlap == "commit" else 1)
+    for way in ("read_bytes", "written_bytes"):
+        assert sum(getattr(update, way) for update in moving) == states_bytes
+    assert all(update.seconds > 0 for update in profile.updates)
+    ready = [update.ready_at for update in profile.updates]
+    assert ready == sorted(ready)
+    first = max(tensor.uses[-1] for tensor in profile.tensors)
+    assert min(ready, default=first) >= (first if overlap == "off" else profile.forward_seconds)
+    replayed = replay(profile)
+    parts = profile.step_seconds + sum(update.seconds for update in profile.updates)
+    assert replayed.step_seconds >= parts - 1e-6
+    assert not moving or replayed.lanes["tiers write"].nbytes == states_bytes
 
-def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+
+def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(monkeypatch):
     recorder, timings = Recorder(), SimpleNamespace(seconds=0.0)
     log = StepLog(recorder, [SimpleNamespace(timings=timings)], lambda: None)
     for now in (0.0, 5.0, 6.0, 9.0):  # steps of 5, 1 and 3 seconds
@@ -113,13 +135,13 @@ def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_di
     assert "waiting for weights" not in step
 
 
-def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
+def test_all_that_moves_in_a_step_is_predicted(disk):
     with engine_on(disk, optimizer={"enabled": False}) as engine:
         net = layers()
         engine.attach(net)
         for _ in range(8):
             loss = net(torch.randn(512, 64)).square().sum()
-            engine._resources.store.wait_for_writes()  # so that all of it is read again
+            on_disk(engine)  # so that all of it is read again
             # That wait is predicted as none: in the time that is left all of it must be out, too.
             time.sleep(0.1)
             loss.backward()
@@ -131,15 +153,7 @@ def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
     assert seconds(found, "updates") == 0
 
 
-def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> None:
-    with OffloadEngine(settings(disk, "64MiB")) as engine:
-        train(engine)
-        found = compared(engine)
-    assert seconds(found, "written in a step", "predicted") == 0
-    assert found.part("written in a step").ratio == 1.0
-
-
-def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
+def test_a_limit_of_memory_tells_its_peak(disk):
     config = settings(disk, planning={"device_memory": "100GiB", "profile_steps": 1})
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
@@ -147,12 +161,11 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
         found = compared(engine)
     peak = found.part("peak of memory")
     assert peak.unit == "B"
-    assert peak.observed is not None
     assert peak.observed > 50 * MiB, "this process has torch in it"
     assert peak.ratio == pytest.approx(1.0, rel=0.3)
 
 
-def test_before_there_were_steps_nothing_is_compared(disk: Path) -> None:
+def test_before_there_were_steps_nothing_is_compared(disk):
     with engine_on(disk) as engine:
         with pytest.raises(ConfigError, match="Train a step first"):
             engine.profile()
@@ -165,54 +178,23 @@ def test_before_there_were_steps_nothing_is_compared(disk: Path) -> None:
         train(engine, steps=4)
         with pytest.raises(ConfigError, match=r"activations\.enabled: true"):
             engine.profile()
-        assert engine.report().comparison is None
+        report, metrics = engine.report(), engine.metrics()
+    assert (report.timeline, report.comparison) == ((), None)
+    assert "Too few steps" in str(report)
+    read = "offload/optimizer/read_bytes"
+    assert report.metrics[read] == metrics[read]
 
 
-def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
-    net = nn.Linear(8, 8)
-    inner = SGD(net.parameters(), 0.1)
+def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
+    inner = SGD(layers().parameters(), 0.1)
     with engine_on(disk) as engine:
-        engine.attach(net, inner)
+        engine.attach(None, inner)
         assert inner._optimizer_step_post_hooks
         log = weakref.ref(engine._log)
     assert not inner._optimizer_step_post_hooks
     del engine
     gc.collect()
     assert log() is None
-
-
-# ---------------------------------------------------------------------- the profile of a step
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off", None])
-def test_updates_are_part_of_a_profile(disk: Path, tmp_path: Path, overlap: str | None) -> None:
-    options = {"enabled": False} if overlap is None else {"overlap": overlap}
-    with engine_on(disk, optimizer=options) as engine:
-        train(engine, steps=3)
-        engine._resources.store.wait_for_writes()
-        profile = engine.profile()
-        states_bytes = engine.metrics()["offload/tier/nvme/used_bytes"]
-    assert [tensor.nbytes for tensor in profile.tensors if tensor.nbytes >= 512 * 64 * 4]
-    assert 0 < profile.forward_seconds < profile.step_seconds
-    assert profile.shared_cores
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
-    moving = [update for update in profile.updates if update.written_bytes]
-    # What was computed ahead is made visible in step(), which moves nothing. An update whose
-    # states come late is made there as a whole.
-    most = {"commit": 8, None: 0}.get(overlap, 4)
-    assert min(4, most) <= len(profile.updates) <= most
-    assert len(moving) == (0 if overlap is None else 4), "one for each layer"
-    assert sum(update.read_bytes for update in moving) == states_bytes
-    assert sum(update.written_bytes for update in moving) == states_bytes
-    assert all(update.seconds > 0 for update in profile.updates)
-    ready = [update.ready_at for update in profile.updates]
-    assert ready == sorted(ready)
-    first = max(tensor.uses[-1] for tensor in profile.tensors)
-    assert min(ready, default=first) >= (profile.forward_seconds if overlap != "off" else first)
-    found = replay(profile)
-    parts = profile.step_seconds + sum(update.seconds for update in profile.updates)
-    assert found.step_seconds >= parts - 1e-6
-    written = found.lanes["tiers write"].nbytes if moving else 0
-    assert written == states_bytes
 
 
 # ---------------------------------------------------------------------- from run to run
@@ -225,25 +207,19 @@ def observe(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
     monkeypatch.setattr(measured_paths, "_observed", observed)
 
 
-def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(disk, monkeypatch, caplog):
     observe(monkeypatch, read=10e6, write=5e6)
-    with engine_on(disk) as engine:
-        train(engine)
-        first = compared(engine)
-        with caplog.at_level(logging.INFO):
-            engine.close()
-    write = first.part(f"{disk} write")
-    assert (write.predicted, write.observed) == (None, 5e6), "nothing was known of it"
-    assert any("nothing was known before this run" in remark for remark in first.remarks)
-    assert "the next run begins with" in caplog.text
-
-    with engine_on(disk) as engine:
-        (queue,) = engine._resources.queues["nvme"]
-        assert queue.bandwidth.rate(Direction.WRITE) == 5e6
-        train(engine)
-        again = compared(engine).part(f"{disk} write")
+    compared_paths = []
+    for known in (None, 5e6):
+        with engine_on(disk) as engine, caplog.at_level(logging.INFO):
+            (queue,) = engine._resources.queues["nvme"]
+            assert queue.bandwidth.rate(Direction.WRITE) == known
+            train(engine)
+            compared_paths.append(compared(engine))
+        assert "the next run begins with" in caplog.text
+    first, again = (found.part(f"{disk} write") for found in compared_paths)
+    assert (first.predicted, first.observed) == (None, 5e6)
+    assert any("nothing was known before this run" in text for text in compared_paths[0].remarks)
     assert again.predicted == pytest.approx(5e6)
     assert again.ratio == pytest.approx(1.0), "the path is as it was"
     assert again.remark == "predicted by 1 earlier run; seen over 1 MiB"
@@ -251,26 +227,29 @@ def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
     assert figures[Direction.WRITE].runs == 2
 
 
-def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
-    with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
+@pytest.mark.parametrize("why", ["nothing leaves", "host memory takes it all"])
+def test_a_path_that_has_nothing_to_do_is_not_judged(disk, why):
+    config = settings(disk, "64MiB")
+    if why == "nothing leaves":
+        config = settings(disk, activations={"budget": "0%"}, optimizer={"enabled": False})
+    with OffloadEngine(config) as engine:
         train(engine)
         found = compared(engine)
     for name in ("written in a step", "read in a step"):
         assert seconds(found, name, "predicted") == 0
         assert found.part(name).ratio == 1.0
-    assert found.part(f"{disk} write").observed is None
-    assert "was too rarely busy to tell" in found.part(f"{disk} write").remark
+    path = found.part(f"{disk} write")
+    assert path.observed is None
+    assert "was too rarely busy to tell" in path.remark
     assert load_all_rates() == []
 
 
-def test_a_probe_that_was_wrong_is_corrected_by_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_was_wrong_is_corrected_by_half_and_not_repeated(tmp_path, monkeypatch):
     places = [tmp_path / "nvme0", tmp_path / "nvme1"]
     for place in places:
         place.mkdir()
-    probed = dict.fromkeys(Direction, MeasuredRate(20e6, "probe", 1 << 20))
-    monkeypatch.setattr(measured_paths, "probe", lambda *_: probed)
+    probe = mock.Mock(return_value=dict.fromkeys(Direction, MeasuredRate(20e6, "probe", 1 << 20)))
+    monkeypatch.setattr(measured_paths, "probe", probe)
     observe(monkeypatch, read=5e6, write=5e6)  # the path is slower than the probe saw
     with engine_on(*places) as engine:
         train(engine)
@@ -279,34 +258,24 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
         part = found.part(f"{place} write")
         assert part.remark.startswith("predicted by a probe;")
         assert part.ratio == pytest.approx(0.25)
-
-    def probe(*_: Any) -> None:
-        raise AssertionError("what is known must not be measured again")
-
-    monkeypatch.setattr(measured_paths, "probe", probe)
     with engine_on(*places) as engine:
         for queue in engine._resources.queues["nvme"]:
             assert queue.bandwidth.rate(Direction.WRITE) == pytest.approx(10e6)
             assert queue.bandwidth.round_trip() is not None
+    assert probe.call_count == len(places)
 
 
-@pytest.mark.parametrize("trouble", ["garbage", "no folder", "no cache"])
-def test_figures_that_cannot_be_read_or_kept_change_nothing_else(
-    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+@pytest.mark.parametrize("trouble", ["no folder", "no cache"])
+def test_figures_that_cannot_be_kept_change_nothing_else(disk, cache, monkeypatch, trouble):
     if trouble == "no folder":
         cache.write_text("a file where the folder should be")
-    elif trouble == "no cache":
+    else:
         monkeypatch.setenv(CACHE_VARIABLE, "")
     observe(monkeypatch, read=10e6, write=5e6)
-    with engine_on(disk) as engine:
-        train(engine, steps=1)
-    if trouble == "garbage":
-        (file,) = cache.glob("*.json")
-        file.write_text('{"format": 1, "of": "')
-    with engine_on(disk) as engine:
-        (queue,) = engine._resources.queues["nvme"]
-        assert queue.bandwidth.rate(Direction.WRITE) is None
-    kept = load_all_rates()
-    assert [figures[Direction.WRITE].runs for _, figures in kept] == [1] * (trouble == "garbage")
-    assert cache.exists() == (trouble != "no cache")
+    for _ in range(2):
+        with engine_on(disk) as engine:
+            (queue,) = engine._resources.queues["nvme"]
+            assert queue.bandwidth.rate(Direction.WRITE) is None
+            train(engine, steps=1)
+    assert load_all_rates() == []
+    assert cache.exists() == (trouble == "no folder")

@@ -1,31 +1,18 @@
 """Profiles of steps that are easy to reckon by hand."""
 
-from __future__ import annotations
-
-import random
-from typing import Any
-
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
 
 
-def stack(
-    layers: int, nbytes: int = 100, seconds: float = 1.0, *, path: float = 100.0, **options: Any
-) -> Profile:
+def stack(layers, nbytes=100, seconds=1.0, *, path=100.0, **options):
     """Layers that each save one tensor, backward twice as long as forward, last in first out."""
     forward = layers * seconds
-    tensors = tuple(
-        TensorLife(
-            f"layer {number}",
-            nbytes,
-            ((number + 1) * seconds, forward + 2 * seconds * (layers - number)),
-        )
-        for number in range(layers)
-    )
+    uses = [((n + 1) * seconds, forward + 2 * seconds * (layers - n)) for n in range(layers)]
+    tensors = tuple(TensorLife(f"layer {n}", nbytes, times) for n, times in enumerate(uses))
     options.setdefault("paths", (PathRates("disk", path, path),))
     return Profile(forward, 3 * forward, tensors, **options)
 
 
-def random_step(chance: random.Random, **options: Any) -> Profile:
+def random_step(chance, **options):
     """A step of 20 s with tensors of any lifetimes."""
     tensors = []
     for number in range(22):

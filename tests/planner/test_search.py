@@ -1,7 +1,5 @@
 """The search for a GPU: the fastest settings that fit, and why others do not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -27,6 +25,7 @@ from tests.planner.test_cpu_search import request as on_cpu
 
 KINDS = ("weights", "activations", "waiting", "states")
 OFFLOADS = ((False, False), (True, False), (True, True))
+COMMITS = (4, 1, 1024, 8, True)
 
 
 def request(model="gpt3-13b", gpu="4090", ssd="12xP5510", memory=768 * GiB) -> Request:
@@ -135,19 +134,13 @@ def test_nothing_that_fits_is_faster_than_what_is_found(run, batches, space):
     model = GpuModel(run) if isinstance(run, Request) else CpuModel(run)
     speeds = []
     divided = [(b, parts) for b in batches for parts in range(1, b + 1) if b % parts == 0]
-    choices = itertools.product(
-        divided,
-        range(run.shape.layers + 1),
-        OFFLOADS,
-        ("commit", "off"),
-        itertools.permutations(KINDS[1:] if model.on_cpu else KINDS),
-        (2, 3),
-    )
+    orders = itertools.permutations(KINDS[1:] if model.on_cpu else KINDS)
+    recomputed = range(run.shape.layers + 1)
+    choices = itertools.product(divided, recomputed, OFFLOADS, ("commit", "off"), orders, (2, 3))
     for batch, again, moves, overlap, order, blocks in choices:
         work = (*batch, *space.sequences, again, *moves, overlap)
         settings = Settings(*work, blocks_in_flight=blocks, host_priority=order)
-        one = model.place(settings)
-        if one.ok:
+        if (one := model.place(settings)).ok:
             speeds.append(settings.tokens / model.step_time(one).seconds)
     assert len(speeds) > 100
     assert max(speeds) > 1.5 * min(speeds)  # so there is something to find
@@ -241,19 +234,16 @@ def test_the_tier_of_states_decides_what_crosses_the_link_and_what_is_written(me
 
 
 def test_new_weights_come_from_where_they_waited():
-    run = small_machine(host=4 * GiB)
     order = ("states", "waiting", "activations", "weights")
-    settings = (4, 1, 1024, 8, True)
-    weights = 2 * run.shape.parameters
-    assert placed(run, *settings, host_priority=order).split("waiting").host_bytes == 0
-    assert timed(run, *settings, host_priority=order).stages[-1].limits == {
-        "computation": 0,
-        "link": pytest.approx(weights / 8e9),
-        "paths": pytest.approx(weights / 1e9),
-    }
-    large = small_machine(host=64 * GiB)
-    commits = timed(large, *settings, host_priority=order).stages[-1]
-    assert commits.seconds == pytest.approx(weights / 8e9)
+    little, much = (small_machine(host=host * GiB) for host in (4, 64))
+    assert placed(little, *COMMITS, host_priority=order).split("waiting").host_bytes == 0
+    weights = 2 * little.shape.parameters
+    from_drives, from_host = (
+        timed(run, *COMMITS, host_priority=order).stages[-1] for run in (little, much)
+    )
+    expected = {"computation": 0, "link": weights / 8e9, "paths": weights / 1e9}
+    assert from_drives.limits == pytest.approx(expected)
+    assert from_host.seconds == pytest.approx(weights / 8e9)
 
 
 def test_subgroups_become_smaller_where_host_memory_is_short():
@@ -309,6 +299,11 @@ def test_the_config_loads_and_stays_within_host_memory(more):
         (lambda: Settings(4, 2, 1024, streams_weights=True), "set offloads_optimizer as well"),
         (lambda: placed(request(), 4, 2, 1024, 41), "41 layers are to be recomputed"),
         (lambda: config_yaml(search(request(), Space((1024,), batch=4)), []), "name at least one"),
+        (lambda: on_cpu(0), "memory_bytes is 0"),
+        (lambda: on_cpu(flops=0), "cores: flops is 0"),
+        (lambda: on_cpu(update_rate=-1), "cores: update_rate is -1"),
+        (lambda: on_cpu(process_bytes=-1), "cores: process_bytes is -1; give 0 or more"),
+        (lambda: CpuModel(on_cpu()).place(Settings(4, 2, 256, 13)), "13 layers are to be"),
     ],
 )
 def test_nonsense_is_refused(make, message):

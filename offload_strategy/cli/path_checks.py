@@ -1,0 +1,151 @@
+"""Checks of each path of a tier in `ssd-offload doctor`; nothing remains on the path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
+from offload_strategy.config import OffloadConfig
+from offload_strategy.config.directories import FileSystem, file_system_of
+from offload_strategy.errors import OffloadError
+from offload_strategy.io.regions.directory_check import check_capacities
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import format_size
+
+
+def check_path(
+    path: Path,
+    tier: str,
+    *,
+    capacity: int | None = None,
+    direct: bool | Literal["auto"] = "auto",
+    overwrite: bool = False,
+) -> list[Check]:
+    """Check a directory or raw block device by opening it as a tier of that name does."""
+    try:
+        with (
+            _quiet(),
+            contextlib.closing(Region(path, tier, capacity, direct, overwrite=overwrite)) as region,
+        ):
+            takes_direct, room = region.direct, region.capacity
+    except OffloadError as error:
+        return [_refused(f"{path}", error)]
+    if path.is_block_device():
+        checks = [Check(f"{path}: device", OK, "a raw block device that carries no data")]
+    else:
+        checks = [check_file_system(path, file_system_of(path)), _check_unnamed_files(path)]
+    works = "works" if takes_direct else "switched off by io.direct: false"
+    io = Check(f"{path}: direct I/O", OK, works)
+    if not takes_direct and direct is not False:
+        found = "is not available: bytes pass through the page cache, which costs memory and CPU"
+        advice = "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false"
+        io = Check(io.name, WARNING, found, advice)
+    return [*checks, io, Check(f"{path}: space", OK, f"{format_size(room)} can be used")]
+
+
+def check_file_system(path: Path, system: FileSystem | None) -> Check:
+    """Check whether the file system is suitable for offloading."""
+    name = f"{path}: file system"
+    if system is None:
+        return Check(name, OK, "unknown: this system does not tell")
+    for unsuitable, found, advice in (
+        (
+            system.is_memory,
+            "in main memory: what is written there still takes memory",
+            "name a directory on a disk",
+        ),
+        (
+            system.is_network,
+            "on other machines: its speed depends on the network and on others",
+            "prefer a local disk, or add one as a further path; measure both: ssd-offload bench",
+        ),
+        (
+            system.kind == "overlay",
+            "a container's own layer: slow, and often small",
+            "mount a volume of the host's disk into the container and name that",
+        ),
+        (
+            system.rotational,
+            "on a spinning disk",
+            "use an SSD; if it is one after all, ssd-offload bench tells its speed",
+        ),
+    ):
+        if unsuitable:
+            return Check(name, WARNING, f"{system.kind}, {found}", advice)
+    return Check(name, OK, system.kind)
+
+
+def check_devices(paths: Iterable[Path]) -> list[Check]:
+    """Check whether several paths share the bandwidth and the space of one device."""
+    groups: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            groups[status.st_rdev if path.is_block_device() else status.st_dev].append(path)
+    return [
+        Check(
+            "paths",
+            WARNING,
+            f"{', '.join(map(str, group))} lie on one file system: together they are no faster "
+            "than one, and share its free space",
+            "name one path for each device",
+        )
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def check_together(config: OffloadConfig) -> list[Check]:
+    """Check whether the capacities of all tiers fit on their disks, for all local processes."""
+    capacities = [
+        (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
+        for tier in config.tiers
+        for path in tier.paths
+    ]
+    try:
+        check_capacities(capacities)
+    except OffloadError as error:
+        return [_refused("capacities", error)]
+    return []  # each path has said how much room it has
+
+
+def _refused(name: str, error: OffloadError) -> Check:
+    """Return a problem from an error: its first sentence says what, the others what to do."""
+    found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
+    return Check(name, PROBLEM, found, advice[0] if advice else "name another path")
+
+
+def _check_unnamed_files(path: Path) -> Check:
+    name = f"{path}: unnamed files"
+    flag = getattr(os, "O_TMPFILE", 0)
+    why = "this system has none"
+    if flag:
+        try:
+            os.close(os.open(path, os.O_RDWR | flag | os.O_EXCL, 0o600))
+            return Check(name, OK, "O_TMPFILE works: no file ever has a name")
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                found = f"a file cannot be made: {error.strerror}"
+                return Check(name, PROBLEM, found, "check the mount")
+            why = "the file system does not offer O_TMPFILE"
+    return Check(name, OK, f"{why}: a file is made and loses its name at once")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress log lines of a region, because the checks report the same."""
+    logger = logging.getLogger("offload_strategy.io")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
