@@ -28,6 +28,11 @@ def tiny_model() -> nn.Module:
     )
 
 
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters."""
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
 def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count * size, WIDTH, generator=generator)
@@ -35,14 +40,17 @@ def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
 
 
 def make_module(pl: Any, **options: Any) -> Any:
-    """A LightningModule of an install; see `_Behaviour` for the options."""
-    cls = type("Module", (_Behaviour, pl.LightningModule), {})
+    """A LightningModule of an install; see `Behaviour` for the options."""
+    cls = type("Module", (Behaviour, pl.LightningModule), {})
     torch.manual_seed(0)
     return cls(**options)
 
 
-class _Behaviour:
-    """What the modules do, for either install's `LightningModule`."""
+class Behaviour:
+    """What the modules do, for either install's `LightningModule`.
+
+    They train, validate, test and predict, log it, and have what finders look for.
+    """
 
     def __init__(
         self,
@@ -57,6 +65,8 @@ class _Behaviour:
         self.scheduler = scheduler
         self.automatic_optimization = not manual
         self.fails_at = fails_at
+        self.lr = 1e-2
+        self.batch_size = 4
         self.losses: list[float] = []
         self.validation_losses: list[float] = []
 
@@ -74,6 +84,8 @@ class _Behaviour:
         self.losses.append(loss.item())
         if not self.automatic_optimization:
             self._step_by_hand(loss, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        self.log("mean", loss, on_step=False, on_epoch=True)
         return loss
 
     def _step_by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
@@ -86,6 +98,17 @@ class _Behaviour:
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_losses.append(self.loss(batch).item())
+        self.log("val_loss", self.validation_losses[-1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return batches(40 // self.batch_size, size=self.batch_size)
 
     def configure_optimizers(self) -> Any:
         if not self.automatic_optimization:
@@ -93,14 +116,11 @@ class _Behaviour:
                 self.make_optimizer(self.net[0].parameters(), lr=1e-2),
                 self.make_optimizer(self.net[2:].parameters(), lr=1e-3),
             ]
-        optimizer = self.make_optimizer(self.parameters(), lr=1e-2)
+        optimizer = self.make_optimizer(self.parameters(), lr=self.lr)
         if not self.scheduler:
             return optimizer
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def with_engine(module: Any, engine: Any) -> Any:
@@ -128,7 +148,7 @@ class Run:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
+        return parameters_of(self.module)
 
     @property
     def engine(self) -> Any:
