@@ -2,7 +2,7 @@
 
 A feature is a function of a `Session`, which makes Trainers with one strategy, and returns all that
 a user can see of it: losses, parameters, what was logged, what callbacks found. Nothing of it may
-depend on times or on paths. `lightning_feature_list` has them all.
+depend on times or on paths. `test_lightning_features` has them all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import (
-    _Behaviour,
+    Behaviour,
     batches,
     make_trainer,
+    parameters_of,
     strategy_class,
 )
 from tests.training import left_bytes
@@ -29,42 +29,6 @@ from tests.training import left_bytes
 FAMILY = "lightning.pytorch"
 
 Outcome = dict[str, Any]
-
-
-class Behaviour(_Behaviour):
-    """Logs, tests and predicts, and has what finders look for."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.lr = 1e-2
-        self.batch_size = 4
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, prog_bar=True)
-        self.log("mean", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("val_loss", self.validation_losses[-1])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_dict(
-            {"test_loss": self.loss(batch), "inference": float(torch.is_inference_mode_enabled())}
-        )
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch[0])
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return batches(40 // self.batch_size, size=self.batch_size)
-
-    def configure_optimizers(self) -> Any:
-        made = super().configure_optimizers()
-        if isinstance(made, torch.optim.Optimizer):
-            made.param_groups[0]["lr"] = self.lr
-        return made
 
 
 class Session:
@@ -114,7 +78,7 @@ class Session:
             # Text, as no NaN is equal to another one.
             "losses": list(map(float.hex, module.losses)),
             "validation losses": list(map(float.hex, module.validation_losses)),
-            "parameters": [p.detach().clone() for p in module.parameters()],
+            "parameters": parameters_of(module),
             "logged": dict(trainer.logged_metrics),
             "progress bar": {name: repr(it) for name, it in trainer.progress_bar_metrics.items()},
             "callbacks": dict(trainer.callback_metrics),
@@ -160,13 +124,20 @@ def feature(name: str, **options: Any) -> Callable[[Callable[[Session], Outcome]
 
 
 def fitted(
-    name: str, behaviour: type = Behaviour, refusal: Mapping[str, Any] = {}, **options: Any
+    name: str,
+    behaviour: type = Behaviour,
+    module: Mapping[str, Any] = {},
+    refused: str | None = None,
+    refused_in_first_step: str | None = None,
+    **options: Any,
 ) -> None:
     """A feature that is something a module does, or an option of the Trainer."""
 
-    @feature(name, **refusal)
+    @feature(
+        name, refused_with_eager=refused or refused_in_first_step, before_training=bool(refused)
+    )
     def run(session: Session) -> Outcome:
-        return session.outcome(*session.fit(session.module(behaviour), **options))
+        return session.outcome(*session.fit(session.module(behaviour, **module), **options))
 
 
 @contextmanager
