@@ -262,7 +262,7 @@ WRITTEN = "offload/activations/written_bytes"
     ("plugin", "every", "steps"),
     [
         ({"metrics_every": 5}, 1, [0, 5, 10]),
-        ({"metrics_every": 4}, 3, [0, 6, 9]),
+        ({"metrics_every": 5}, 3, [0, 6, 9]),
         ({"metrics_every": 0}, 1, []),
         (None, 1, []),
     ],

@@ -31,8 +31,13 @@ from offload_strategy.integrations.accelerate.plugin import session_of
 from tests.distributed.data_parallel_runs import same
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.lightning_features import FAMILY, quiet
-from tests.integrations.lightning_runs import make_module, make_trainer, strategy_class
+from tests.integrations.lightning_runs import (
+    FAMILIES,
+    make_module,
+    make_trainer,
+    quiet,
+    strategy_class,
+)
 from tests.training import Block, attached, left_bytes, settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -41,13 +46,11 @@ BATCH, LENGTH, VOCABULARY, WIDTH = 4, 16, 64, 32
 
 STREAMED = "all, streamed weights too"
 
+OFF = {"enabled": False}
 CLIENTS: dict[str, dict[str, Any]] = {
-    "activations": {"optimizer": {"enabled": False}},
+    "activations": {"optimizer": OFF},
     **{
-        f"optimizer: {overlap}": {
-            "activations": {"enabled": False},
-            "optimizer": {"overlap": overlap},
-        }
+        f"optimizer: {overlap}": {"activations": OFF, "optimizer": {"overlap": overlap}}
         for overlap in ("commit", "eager", "off")
     },
     STREAMED: {"parameters": {"enabled": True, "min_size": 1}},
@@ -77,8 +80,7 @@ class Combination:
     @property
     def training(self) -> Combination:
         """What training without offload depends on; the client only by what is compiled."""
-        client = self.client if self.compiles_blocks else ""
-        return Combination(self.precision, self.checkpointing, self.compile, client)
+        return self if self.compiles_blocks else replace(self, client="")
 
     @property
     def compiles_blocks(self) -> bool:
@@ -280,7 +282,7 @@ def _loop(combination: Combination, sections: Config) -> Outcome:
 
 
 def _lightning(combination: Combination, sections: Config) -> Outcome:
-    strategy = "auto" if sections is None else strategy_class(FAMILY)(config=sections)
+    strategy = "auto" if sections is None else strategy_class(FAMILIES[0])(config=sections)
     options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
         # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself.

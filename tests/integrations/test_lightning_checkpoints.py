@@ -13,10 +13,10 @@ import torch
 import offload_strategy.checkpoints
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
+    FAMILIES,
     Run,
     assert_same,
     fit,
-    in_both_installs,
     make_trainer,
     strategy_class,
 )
@@ -72,8 +72,9 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
     assert save.call_args.kwargs == {"storage_options": "options"}
 
 
-@in_both_installs
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("family", "enabled"), zip(FAMILIES, (True, False), strict=True), indirect=["family"]
+)
 def test_a_resumed_run_leaves_the_file(pl: Any, family: str, tmp_path: Path, enabled: bool) -> None:
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}

@@ -16,17 +16,18 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadError
-from tests.integrations.lightning_features import (
-    FAMILY,
+from tests.integrations.lightning_runs import (
+    FAMILIES,
     FEATURES,
+    Behaviour,
     Feature,
     Outcome,
     Session,
+    batches,
     feature,
     fitted,
     quiet,
 )
-from tests.integrations.lightning_runs import Behaviour, batches
 from tests.optimizer.runs import assert_same_state_dict
 
 # ---------------------------------------------------------------------- precision
@@ -392,13 +393,6 @@ profiled("PyTorchProfiler", lambda it, root: bool(it.function_events), export_to
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
-def config(overlap: str) -> dict[str, Any]:
-    return {
-        "activations": {"min_size": "1KiB", "budget": "100%"},
-        "optimizer": {"overlap": overlap},
-    }
-
-
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
 def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> None:
     expected = _run(feature, _session(tmp_path, None))
@@ -425,7 +419,9 @@ def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> 
 def _session(directory: Path, overlap: str | None) -> Session:
     root = directory / (overlap or "auto")
     root.mkdir()
-    return Session(pytest.importorskip(FAMILY), root, None if overlap is None else config(overlap))
+    activations = {"min_size": "1KiB", "budget": "100%"}
+    config = {"activations": activations, "optimizer": {"overlap": overlap}} if overlap else None
+    return Session(pytest.importorskip(FAMILIES[0]), root, config)
 
 
 def _run(feature: Feature, session: Session) -> Outcome:
