@@ -179,17 +179,19 @@ def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:
     assert engine.closed
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(one_by_one: bool) -> None:
+@pytest.mark.parametrize("order", ["together", "model first", "optimizer first"])
+def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order: str) -> None:
     def train(plugin: Plugin) -> Run:
         run = prepare(plugin).train(5)
         run.accelerator.free_memory()
         fresh = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-        if one_by_one:  # and in another order
+        if order == "together":
+            run.model, run.optimizer = run.accelerator.prepare(run.model, fresh)
+        elif order == "model first":
+            run.model, run.optimizer = map(run.accelerator.prepare, (run.model, fresh))
+        else:
             run.optimizer = run.accelerator.prepare_optimizer(fresh)
             run.model = run.accelerator.prepare_model(run.model)
-        else:
-            run.model, run.optimizer = run.accelerator.prepare(run.model, fresh)
         return run.train(10)
 
     assert moved(with_and_without(train).engine) > 0

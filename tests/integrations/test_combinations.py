@@ -167,7 +167,7 @@ def verdicts(name: str, way: Way, directory: Path) -> dict[Combination, str]:
             torch._dynamo.reset()  # what was compiled for it is used again with offload
             plain[one.training] = way.train(one, None)
         try:
-            outcome = way.train(one, settings(directory, **CLIENTS[one.client]))
+            outcome = way.train(one, config(directory, one.client))
         except OffloadError as error:
             found[one] = _refused(error, way)
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
@@ -191,6 +191,12 @@ def _refused(error: OffloadError, way: Way) -> str:
     said = f"{type(error).__name__}: {error}"
     matching = (text for text, it in way.refusals.items() if re.search(it.error, said, re.DOTALL))
     return next((f"refused: {summary}" for summary in matching), f"fails: {said}")
+
+
+def config(directory: Path, client: str) -> dict[str, Any]:
+    sections = settings(directory, **CLIENTS[client])
+    sections["activations"]["min_size"] = "1KiB"  # smaller tensors stay
+    return sections
 
 
 def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
