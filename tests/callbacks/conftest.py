@@ -1,3 +1,3 @@
-from tests.integrations.fixtures import _one_thread, family, hints, pl, tier
+from tests.integrations.conftest import family, hints, pl, tier
 
-__all__ = ["_one_thread", "family", "hints", "pl", "tier"]
+__all__ = ["family", "hints", "pl", "tier"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.integrations.lightning_runs import batches, tiny_model
+from tests.integrations.lightning_runs import assert_same, batches, parameters_of, tiny_model
 
 
 def forget_accelerator() -> None:
@@ -21,12 +20,6 @@ def forget_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    forget_accelerator()
 
 
 @dataclass
@@ -43,7 +36,7 @@ class Run:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
+        return parameters_of(self.model)
 
     @property
     def engine(self) -> Any:
@@ -71,10 +64,7 @@ class Run:
 
 
 def prepare(
-    plugin: SSDOffloadPlugin | None = None,
-    accelerator: Accelerator | None = None,
-    one_by_one: bool = False,
-    **options: Any,
+    plugin: SSDOffloadPlugin | None = None, accelerator: Accelerator | None = None, **options: Any
 ) -> Run:
     if accelerator is None:
         handlers = [] if plugin is None else [plugin]
@@ -83,9 +73,11 @@ def prepare(
     model = tiny_model()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
-    if not one_by_one:
-        return Run(accelerator, *accelerator.prepare(model, inner, batches(), schedule))
-    wrapped = accelerator.prepare_optimizer(inner)
-    loader = accelerator.prepare_data_loader(batches())
-    prepared = accelerator.prepare_model(model)
-    return Run(accelerator, prepared, wrapped, loader, accelerator.prepare_scheduler(schedule))
+    return Run(accelerator, *accelerator.prepare(model, inner, batches(), schedule))
+
+
+def with_and_without(train: Callable[[SSDOffloadPlugin | None], Run], config: Any = None) -> Run:
+    """Check that training is the same with the plugin and without, and return the former."""
+    plain, offloaded = train(None), train(SSDOffloadPlugin(config))
+    assert_same(offloaded, plain)
+    return offloaded

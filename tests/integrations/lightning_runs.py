@@ -1,9 +1,17 @@
-"""Short training runs through either Lightning, with everything that a comparison needs."""
+"""Short training runs through either Lightning, with everything that a comparison needs.
+
+A feature of Lightning is a function of a `Session`, which makes Trainers with one strategy, and
+returns all that a user can see of it: losses, parameters, what was logged, what callbacks found.
+Nothing of it may depend on times or on paths. `test_lightning_features` has them all.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +20,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.training import left_bytes
 
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -28,21 +38,29 @@ def tiny_model() -> nn.Module:
     )
 
 
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters."""
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
 def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count * size, WIDTH, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=size)
 
 
-def make_module(pl: Any, **options: Any) -> Any:
-    """A LightningModule of an install; see `_Behaviour` for the options."""
-    cls = type("Module", (_Behaviour, pl.LightningModule), {})
+def make_module(pl: Any, behaviour: type | None = None, **options: Any) -> Any:
+    """A LightningModule, always with the same weights; see `Behaviour` for the options."""
+    cls = type("Module", (behaviour or Behaviour, pl.LightningModule), {})
     torch.manual_seed(0)
     return cls(**options)
 
 
-class _Behaviour:
-    """What the modules do, for either install's `LightningModule`."""
+class Behaviour:
+    """What the modules do, for either install's `LightningModule`.
+
+    They train, validate, test and predict, log it, and have what finders look for.
+    """
 
     def __init__(
         self,
@@ -57,6 +75,8 @@ class _Behaviour:
         self.scheduler = scheduler
         self.automatic_optimization = not manual
         self.fails_at = fails_at
+        self.lr = 1e-2
+        self.batch_size = 4
         self.losses: list[float] = []
         self.validation_losses: list[float] = []
 
@@ -74,6 +94,8 @@ class _Behaviour:
         self.losses.append(loss.item())
         if not self.automatic_optimization:
             self._step_by_hand(loss, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        self.log("mean", loss, on_step=False, on_epoch=True)
         return loss
 
     def _step_by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
@@ -86,6 +108,17 @@ class _Behaviour:
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_losses.append(self.loss(batch).item())
+        self.log("val_loss", self.validation_losses[-1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return batches(40 // self.batch_size, size=self.batch_size)
 
     def configure_optimizers(self) -> Any:
         if not self.automatic_optimization:
@@ -93,14 +126,11 @@ class _Behaviour:
                 self.make_optimizer(self.net[0].parameters(), lr=1e-2),
                 self.make_optimizer(self.net[2:].parameters(), lr=1e-3),
             ]
-        optimizer = self.make_optimizer(self.parameters(), lr=1e-2)
+        optimizer = self.make_optimizer(self.parameters(), lr=self.lr)
         if not self.scheduler:
             return optimizer
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def with_engine(module: Any, engine: Any) -> Any:
@@ -128,7 +158,7 @@ class Run:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
+        return parameters_of(self.module)
 
     @property
     def engine(self) -> Any:
@@ -193,3 +223,127 @@ def strategy_class(family: str, name: str = "SSDOffloadStrategy") -> Any:
     """A class of ours for an install: a strategy, or another."""
     module = f"offload_strategy.integrations.lightning.for_{family.replace('.', '_')}"
     return getattr(importlib.import_module(module), name)
+
+
+Outcome = dict[str, Any]
+
+
+class Session:
+    """Trains with one strategy.
+
+    Args:
+        pl: an install of Lightning.
+        root: a directory of its own.
+        config: of the offload; None for ``strategy="auto"``.
+    """
+
+    def __init__(self, pl: Any, root: Path, config: Mapping[str, Any] | None) -> None:
+        self.pl = pl
+        self.root = root
+        self.config = config
+        self._trainers: list[Any] = []
+        self._modules: list[Any] = []
+
+    def module(self, behaviour: type = Behaviour, **options: Any) -> Any:
+        self._modules.append(made := make_module(self.pl, behaviour, **options))
+        return made
+
+    @property
+    def steps(self) -> int:
+        """Training steps that were begun."""
+        return sum(len(module.losses) for module in self._modules)
+
+    def trainer(self, **options: Any) -> Any:
+        ours = strategy_class(FAMILIES[0])
+        strategy = "auto" if self.config is None else ours(config=self.config)
+        trainer = make_trainer(self.pl, self.root, strategy, **{"max_steps": 10, **options})
+        self._trainers.append(trainer)
+        return trainer
+
+    def fit(self, module: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
+        """Train on ten batches an epoch, with two to validate on."""
+        module = self.module() if module is None else module
+        trainer = self.trainer(**options)
+        trainer.fit(module, batches(), batches(2), ckpt_path=ckpt_path)
+        return trainer, module
+
+    def outcome(self, trainer: Any, module: Any, **more: Any) -> Outcome:
+        """What every run is compared by."""
+        return {
+            # Text, as no NaN is equal to another one.
+            "losses": list(map(float.hex, module.losses)),
+            "validation losses": list(map(float.hex, module.validation_losses)),
+            "parameters": parameters_of(module),
+            "logged": dict(trainer.logged_metrics),
+            "progress bar": {name: repr(it) for name, it in trainer.progress_bar_metrics.items()},
+            "callbacks": dict(trainer.callback_metrics),
+            "steps": (trainer.global_step, trainer.current_epoch),
+            "lr": [group["lr"] for each in trainer.optimizers for group in each.param_groups],
+            **more,
+        }
+
+    def moved_bytes(self, client: str) -> float:
+        """Bytes that left, of all runs."""
+        engines = [getattr(trainer.strategy, "offload_engine", None) for trainer in self._trainers]
+        return sum(left_bytes(each.metrics(), client) for each in engines if each is not None)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table.
+
+    Args:
+        name: as users know it.
+        run: does it.
+        refused_with_eager: what the error says with ``overlap: eager``; None where that works.
+        before_training: whether that is raised before the first training step.
+        trains: whether anything is to be moved.
+    """
+
+    name: str
+    run: Callable[[Session], Outcome]
+    refused_with_eager: str | None = None
+    before_training: bool = True
+    trains: bool = True
+
+
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(name: str, **options: Any) -> Callable[[Callable[[Session], Outcome]], Any]:
+    def add(run: Callable[[Session], Outcome]) -> Callable[[Session], Outcome]:
+        FEATURES[name] = Feature(name, run, **options)
+        return run
+
+    return add
+
+
+def fitted(
+    name: str,
+    behaviour: type = Behaviour,
+    module: Mapping[str, Any] = {},
+    refused: str | None = None,
+    refused_in_first_step: str | None = None,
+    **options: Any,
+) -> None:
+    """A feature that is something a module does, or an option of the Trainer."""
+
+    @feature(
+        name, refused_with_eager=refused or refused_in_first_step, before_training=bool(refused)
+    )
+    def run(session: Session) -> Outcome:
+        return session.outcome(*session.fit(session.module(behaviour, **module), **options))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's notes and advice."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # which forgets what the logger has cached of its level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

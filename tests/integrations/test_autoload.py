@@ -102,73 +102,71 @@ def test_every_import_order_registers_everything(first: str, tmp_path: Path) -> 
     assert lines[-1] == str([True] * 5)
 
 
-def test_the_variable_switches_the_hooks_off_and_a_late_registration_reaches_loaded_modules(
-    tmp_path: Path,
-) -> None:
+def test_hooks_are_switched_off_by_the_variable_and_reach_loaded_modules(tmp_path: Path) -> None:
     lines = printed(tmp_path, OFF_AND_LATE, SSD_OFFLOAD_DISABLE="1")
     assert lines[-2:] == [str([False] * 5), str([True] * 5)]
 
 
-# ---------------------------------------------------------------------- in this process
-
-
-@pytest.mark.parametrize("failures", [0, 1], ids=["first-attempt", "second-attempt"])
-def test_a_hook_waits_until_a_half_imported_module_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of modules to import, of an autoload that has not warned yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = f"half_imported_module_{failures}"
+    monkeypatch.setattr(autoload, "_warned", False)
+    return tmp_path
+
+
+# It asks for the hook on itself before it has defined anything. That a first attempt may succeed is
+# seen above, where Accelerate imports torch.
+HALF_IMPORTED = """
+from offload_strategy import autoload
+if autoload.saw not in autoload.asked:
+    autoload.asked.append(autoload.saw)
+    autoload._when_imported(__name__, autoload.saw)
+    raise ImportError("the first attempt")
+complete = True
+"""
+
+
+def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(autoload, "fails", [False, *[True] * failures], raising=False)
+    monkeypatch.setattr(autoload, "asked", [], raising=False)
     monkeypatch.setattr(autoload, "saw", lambda module: seen.append(module.complete), raising=False)
-    # It asks for the hook on itself before it has defined anything.
-    (tmp_path / f"{name}.py").write_text(
-        "from offload_strategy import autoload\nif len(autoload.fails) == 1 + FAILURES:\n".replace(
-            "FAILURES", str(failures)
-        )
-        + f"    autoload._when_imported({name!r}, autoload.saw)\n"
-        "if autoload.fails.pop():\n"
-        "    raise ImportError('the first attempt')\n"
-        "complete = True\n"
-    )
-    for _ in range(failures):
-        with pytest.raises(ImportError, match="the first attempt"):
-            importlib.import_module(name)
-    module = importlib.import_module(name)
+    (modules / "half_imported_module.py").write_text(HALF_IMPORTED)
+    with pytest.raises(ImportError, match="the first attempt"):
+        importlib.import_module("half_imported_module")
+    module = importlib.import_module("half_imported_module")
     assert seen == [True]
     assert type(module.__spec__).__name__ == "ModuleSpec"
 
 
-def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(autoload, "_warned", False)
+def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules: Path) -> None:
     seen: list[ModuleType] = []
-    hooks = [
-        partial(autoload._install, "no_such_module", None),
-        lambda module: module.nothing,
-        seen.append,
-    ]
-    for number, hook in enumerate(hooks):
-        (tmp_path / f"innocent_module_{number}.py").write_text("complete = True\n")
-        autoload._when_imported(f"innocent_module_{number}", hook)
+    hooks = {
+        "innocent_module_0": partial(autoload._install, "no_such_module", None),
+        "innocent_module_1": lambda module: module.nothing,
+        "innocent_module_2": seen.append,
+    }
+    for name, hook in hooks.items():
+        (modules / f"{name}.py").write_text("complete = True\n")
+        autoload._when_imported(name, hook)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        modules = [importlib.import_module(f"innocent_module_{number}") for number in range(3)]
-    assert all(module.complete for module in modules)
-    assert seen == modules[2:]
+        imported = [importlib.import_module(name) for name in hooks]
+    assert all(module.complete for module in imported)
+    assert seen == imported[2:]
     (message,) = [str(warning.message) for warning in caught]
     assert "hook for innocent_module_0 failed with ModuleNotFoundError" in message
 
 
+@pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("wrapt", [None, ModuleType("wrapt")], ids=["missing", "unknown"])
 @pytest.mark.parametrize("action", ["default", "error"])
 def test_a_broken_wrapt_is_said_once_and_raises_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], wrapt: Any, action: Any
 ) -> None:
     monkeypatch.setattr(autoload, "_registered", False)
-    monkeypatch.setattr(autoload, "_warned", False)
     monkeypatch.setitem(sys.modules, "wrapt", wrapt)
     with warnings.catch_warnings(record=action == "default") as caught:
         warnings.simplefilter(action)

@@ -1,9 +1,17 @@
-"""DeepSpeed with the engine on top: the same numbers as DeepSpeed alone, and tiers in its words."""
+"""DeepSpeed with the engine on top: the same numbers as DeepSpeed alone, and tiers in its words.
+
+Each run, in ranks that are forked, has its losses, a hash of its weights, and what moved.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import importlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +19,13 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import PartialState
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
-from offload_strategy import ConfigError, OffloadConfig
+from offload_strategy import ConfigError, OffloadConfig, SSDOffloadPlugin
+from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.integrations.deepspeed.config_sections import (
     check_nvme,
     derived_sections,
@@ -22,20 +34,166 @@ from offload_strategy.integrations.deepspeed.config_sections import (
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.distributed.ranks import run_ranks
-from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, zero
-from tests.integrations.lightning_runs import FAMILIES, in_both_installs, strategy_class
+from tests.integrations.accelerate_runs import forget_accelerator
+from tests.integrations.lightning_runs import (
+    FAMILIES,
+    batches,
+    in_both_installs,
+    make_module,
+    make_trainer,
+    strategy_class,
+    tiny_model,
+)
 from tests.integrations.support import OURS, tensorboard_scalars
-from tests.integrations.test_launch import home, launch, launch_file
+from tests.integrations.test_unmodified_scripts import launch, launch_file
 from tests.training import left_bytes
 
-__all__ = ["home"]
-
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed cannot be imported here")
+# Communication over shared memory would be compiled first.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.utils.logging.logger.setLevel("ERROR")
 
 STAGES = (1, 2, 3)
+STEPS = 6
+BATCH = 16
+OFFLOAD: dict[str, Any] = {
+    "activations": {"min_size": "1KiB", "budget": "100%"},
+    "optimizer": {"enabled": False},
+}
 
 
-# ---------------------------------------------------------------------- numbers
+def zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed's config; with ZeRO-3, small parameters are taken apart as well."""
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 100_000}
+    if stage == 3:
+        section["stage3_param_persistence_threshold"] = 0
+    return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
+
+
+def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
+    """DeepSpeed itself, with a loop of one's own."""
+    model, optimizer = fresh()
+    config = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses = list(train(engine, loader, engine.backward, engine.step))
+    result = outcome(losses, model)
+    engine.destroy()
+    return result
+
+
+def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
+    """The same through `Trainer(strategy=...)` of an install."""
+    pl = importlib.import_module(family)
+    ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    strategy = ours(OFFLOAD, config=zero(stage))
+    module = make_module(pl)
+    trainer = make_trainer(
+        pl, Path.cwd(), strategy, max_steps=STEPS, devices=devices, use_distributed_sampler=False
+    )
+    trainer.fit(module, part_of_data(int(os.environ.get("LOCAL_RANK", "0")), devices))
+    result = outcome(module.losses, module, strategy.offload_engine.metrics())
+    strategy._close_engine()
+    return result
+
+
+def accelerate(stage: int, directory: Path) -> dict[str, Any]:
+    """The same through `Accelerator.prepare`.
+
+    Unless `accelerate launch` has put everything into the environment, it is given the plugins.
+    """
+    PartialState.destroy_process_group = lambda *_: None  # others go on with it
+    plugins: dict[str, Any] = {}
+    if "ACCELERATE_USE_SSD_OFFLOAD" not in os.environ:
+        theirs = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=theirs)
+        plugins["kwargs_handlers"] = [SSDOffloadPlugin(OFFLOAD, metrics_every=1)]
+    board = {"log_with": "tensorboard", "project_dir": directory / "logs"}
+    accelerator = Accelerator(**plugins, **board)
+    accelerator.init_trackers("given" if plugins else "launched")
+    model, plain = fresh()
+    engine, optimizer, loader = accelerator.prepare(model, plain, part_of_data(0, 1))
+    losses = []
+    steps = optimizer.step, optimizer.zero_grad
+    for step, loss in enumerate(train(engine, loader, accelerator.backward, *steps)):
+        losses.append(loss)
+        accelerator.log({"loss": loss}, step=step)
+    session = session_of(accelerator)
+    assert session is not None
+    result = outcome(losses, model, session.engine.metrics())
+    result["type"] = accelerator.distributed_type.value
+    result["optimizer"] = type(optimizer).__name__
+    accelerator.end_training()
+    accelerator.free_memory()
+    engine.destroy()
+    forget_accelerator()
+    return result
+
+
+def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
+    whole: Any = batches(2 * STEPS, BATCH).dataset
+    return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer, always the same."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: nn.Module,
+    loader: Iterable[Any],
+    backward: Callable[[torch.Tensor], Any],
+    *steps: Callable[[], Any],
+) -> Iterator[float]:
+    """Yield the loss of each step."""
+    for x, y in islice(loader, STEPS):
+        loss = nn.functional.mse_loss(model(x), y)
+        backward(loss)
+        for step in steps:
+            step()
+        yield loss.item()
+
+
+def outcome(
+    losses: list[float], model: nn.Module, metrics: dict[str, float] | None = None
+) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    parameters = list(model.parameters())
+    apart = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(apart):
+        for parameter in parameters:
+            digest.update(parameter.detach().numpy().tobytes())
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "weights": digest.hexdigest(),
+        "moved": 0.0 if metrics is None else left_bytes(metrics),
+        "saved": 0.0 if metrics is None else metrics["offload/activations/step_saved_bytes"],
+    }
+
+
+def one_device(rank: int, directory: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
+    os.chdir(directory)
+    results: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        deepspeed.init_distributed("gloo")
+        results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
+        results[f"accelerate-{stage}"] = accelerate(stage, directory)
+        for family in FAMILIES[: 2 if stage == 3 else 1]:
+            results[f"{family}-{stage}"] = lightning(family, stage)
+        if stage == 2:
+            with mock.patch.dict(os.environ, variables):
+                results["launched-2"] = accelerate(stage, directory)
+    return results
+
+
+def two_devices(rank: int, directory: Path) -> dict[str, Any]:
+    """ZeRO-3 through Lightning; then alone in the same two processes."""
+    os.chdir(directory)
+    ours = lightning("lightning.pytorch", 3, devices=2)
+    return {"ours": ours, "alone": alone(3, part_of_data(rank, 2))}
 
 
 def launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -56,12 +214,18 @@ def launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     return {name: value for name, value in given.items() if name.startswith(OURS)}
 
 
+def check(ours: dict[str, Any], alone: dict[str, Any]) -> None:
+    """The numbers are the same in each of the steps, and all that was saved has left."""
+    assert len(set(alone["losses"])) == STEPS
+    assert ours["losses"] == alone["losses"]
+    assert ours["weights"] == alone["weights"]
+    assert ours["moved"] >= STEPS * ours["saved"] > 0
+
+
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_losses_and_weights_are_those_of_deepspeed_alone(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_are_those_of_deepspeed_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = launched_with(home, monkeypatch)
-    where = "tests.integrations.deepspeed_runs:one_device"
+    where = "tests.integrations.test_deepspeed:one_device"
     (results,) = run_ranks(where, home, size=1, variables=variables)
     assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1", "launched-2"}
     for run, ours in results.items():
@@ -69,18 +233,13 @@ def test_losses_and_weights_are_those_of_deepspeed_alone(
         if framework == "alone":
             continue
         alone = results[f"alone-{stage}"]
-        assert len(set(alone["losses"])) == STEPS
-        assert ours["losses"] == alone["losses"]
-        assert ours["weights"] == alone["weights"]
-        assert ours["moved"] >= STEPS * ours["saved"] > 0
+        check(ours, alone)
         if framework in ("accelerate", "launched"):
             # It is DeepSpeed that trains.
             assert ours["type"] == "DEEPSPEED"
             assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
         else:
             # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
-            weights_and_biases = 2 * 3
-            assert ours["gathered"] == [STEPS * weights_and_biases if stage == "3" else 0]
             assert ours["saved"] == results[f"{FAMILIES[0]}-2"]["saved"]
 
     # By DeepSpeed's steps our metrics are due.
@@ -91,17 +250,12 @@ def test_losses_and_weights_are_those_of_deepspeed_alone(
 
 
 def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> None:
-    results = run_ranks("tests.integrations.deepspeed_runs:two_devices", tmp_path)
+    results = run_ranks("tests.integrations.test_deepspeed:two_devices", tmp_path)
     for result in results:
-        assert result["ours"]["losses"] == result["alone"]["losses"]
-        assert result["ours"]["weights"] == result["alone"]["weights"]
-        assert result["ours"]["moved"] >= STEPS * result["ours"]["saved"] > 0
+        check(result["ours"], result["alone"])
     first, second = (result["ours"] for result in results)
     assert first["losses"] != second["losses"]  # each had data of its own
     assert first["weights"] == second["weights"]
-
-
-# ---------------------------------------------------------------------- weights of ZeRO-3
 
 
 def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
@@ -110,17 +264,14 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     weight: Any = module.weight
     weight.ds_id = 0
     values = weight.detach().clone()
-    gathered = 0
 
     def gather() -> None:
-        nonlocal gathered
-        gathered += 1
         weight.data, weight.ds_status = values.clone(), SimpleNamespace(name="AVAILABLE")
 
     def part() -> None:
         weight.data, weight.ds_status = torch.empty(0), SimpleNamespace(name="NOT_AVAILABLE")
 
-    weight.all_gather, weight.partition = gather, part
+    weight.all_gather, weight.partition = mock.Mock(side_effect=gather), part
     weights = GatheredWeights(module)
     gather()
     module(torch.ones(1, 4))
@@ -133,7 +284,7 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     assert weights.save(bytes_of_before) is None, "they belong to nobody"
     # What is apart is gathered for as long as it is copied.
     assert torch.equal(whole.unpack(), values)
-    assert gathered == 2
+    weight.all_gather.assert_called_once()
     assert weight.numel() == 0
     gather()
     assert torch.equal(whole.unpack(), values)
@@ -143,31 +294,34 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     assert not module._forward_pre_hooks
 
 
-# ---------------------------------------------------------------------- sections
-
-
 def config(tmp_path: Path, **sections: Any) -> OffloadConfig:
     tiers = [{"name": "nvme", "kind": "ssd", "path": str(tmp_path / "nvme")}]
     return OffloadConfig(**{"tiers": tiers, **sections})
 
 
-def checked(deepspeed_config: dict[str, Any]) -> Any:
-    """A config as DeepSpeed's own classes read it; they raise for what they do not know."""
+def zero_section(stage: int = 3, **options: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
+def merged(theirs: dict[str, Any], sections: dict[str, Any]) -> Any:
+    """Put sections into a config, and return it as DeepSpeed's own classes read it.
+
+    They raise for what they do not know.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    merge_sections(theirs, sections)
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
-        return DeepSpeedConfig({"train_batch_size": 1, **deepspeed_config})
+        return DeepSpeedConfig({"train_batch_size": 1, **theirs})
 
 
 def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> None:
-    ours = config(
-        tmp_path, optimizer={"enabled": True}, parameters={"enabled": True}, io={"threads": 2}
-    )
-    theirs: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    on = {"enabled": True}
+    ours = config(tmp_path, optimizer=on, parameters=on, io={"threads": 2})
+    theirs = zero_section()
     sections = derived_sections(theirs, ours, largest_parameter=12345)
-    assert theirs == {"zero_optimization": {"stage": 3}}
-    merge_sections(theirs, sections)
-    read = checked(theirs)
+    assert theirs == zero_section()
+    read = merged(theirs, sections)
     optimizer, weights = read.zero_config.offload_optimizer, read.zero_config.offload_param
     for name, section in (("offload_optimizer", optimizer), ("offload_param", weights)):
         assert (section.device, section.nvme_path) == ("nvme", tmp_path / "nvme")
@@ -182,95 +336,70 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> 
     assert read.aio_config["intra_op_parallelism"] == 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_host_memory_becomes_device_cpu(stage: int) -> None:
-    ours = OffloadConfig(
-        tiers=[{"name": "ram", "kind": "dram", "capacity": "1GiB"}], optimizer={"enabled": True}
-    )
-    theirs: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    merge_sections(theirs, derived_sections(theirs, ours))
-    assert checked(theirs).zero_config.offload_optimizer.device == "cpu"
-    assert "aio" not in theirs
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_nvme_is_not_derived_where_deepspeed_would_ignore_it(tmp_path: Path, stage: int) -> None:
-    theirs = {"zero_optimization": {"stage": stage}}
-    assert derived_sections(theirs, config(tmp_path)) == {}
-    with pytest.raises(ConfigError, match=r"Set it to 3, or optimizer\.enabled to false"):
-        derived_sections(theirs, config(tmp_path, optimizer={"enabled": True}))
-    with pytest.raises(ConfigError, match=rf"needs ZeRO-3 .*\.stage is {stage}"):
-        derived_sections(theirs, config(tmp_path, parameters={"enabled": True}))
-
-
-def test_what_the_user_gave_stands(tmp_path: Path) -> None:
-    place = str(tmp_path / "nvme")
-    given = {
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 7,
-            "offload_optimizer": {"device": "nvme", "nvme_path": place, "buffer_count": 5},
-        },
-        "aio": {"queue_depth": 4},
-    }
-    assert derived_sections(given, config(tmp_path)) == {}
-    both = derived_sections(given, config(tmp_path, parameters={"enabled": True}))
-    assert set(both) == {"zero_optimization"}
-    assert set(both["zero_optimization"]) == {"offload_param"}
-    # What says none is as good as none.
-    none = {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": None}}
-    theirs: dict[str, Any] = {"zero_optimization": none}
-    merge_sections(theirs, derived_sections(theirs, config(tmp_path)))
-    assert checked(theirs).zero_config.offload_optimizer.device == "nvme"
-    # Our defaults are nobody's wish, and a client that is off has none.
-    elsewhere = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}
-    assert derived_sections({"zero_optimization": elsewhere}, OffloadConfig()) == {}
-    off = config(tmp_path, optimizer={"enabled": False})
-    assert derived_sections({"zero_optimization": elsewhere}, off) == {}
-
-
+MEMORY: dict[str, Any] = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
+STATES, WEIGHTS = {"optimizer": {"enabled": True}}, {"parameters": {"enabled": True}}
 CPU, ELSEWHERE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/elsewhere"}
+BELOW_3 = range(3)
 
 
 @pytest.mark.parametrize(
-    ("section", "says"), [(CPU, "device: cpu"), (ELSEWHERE, "nvme_path: /elsewhere")]
+    ("theirs", "sections", "devices"),
+    [
+        *((zero_section(stage), {**MEMORY, **STATES}, ["cpu"]) for stage in STAGES),
+        # It is not derived where DeepSpeed would ignore it.
+        *((zero_section(stage), {}, []) for stage in BELOW_3),
+        # What the user gave stands.
+        (zero_section(offload_optimizer=CPU), {**MEMORY, **STATES}, []),
+        (zero_section(offload_optimizer=CPU), {**MEMORY, **WEIGHTS}, ["cpu"]),
+        ({**zero_section(sub_group_size=7), "aio": {"queue_depth": 4}}, STATES, ["nvme"]),
+        # What says none is as good as none.
+        (zero_section(offload_optimizer={"device": "none", "nvme_path": None}), {}, ["nvme"]),
+        # Our defaults are nobody's wish, and a client that is off has none.
+        (zero_section(offload_optimizer=ELSEWHERE), {"optimizer": {"enabled": False}}, []),
+        (zero_section(offload_optimizer=ELSEWHERE), None, []),
+    ],
+    ids=str,
 )
-def test_a_conflict_is_named_before_anything_else_happens(
-    tmp_path: Path, section: dict[str, Any], says: str
+def test_what_is_missing_and_wished_for_is_derived(
+    tmp_path: Path, theirs: dict[str, Any], sections: Any, devices: list[str]
 ) -> None:
-    theirs = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
-    with pytest.raises(ConfigError) as caught:
-        derived_sections(theirs, config(tmp_path))
-    for part in ("zero_optimization.offload_optimizer", says, str(tmp_path / "nvme"), "Remove"):
-        assert part in str(caught.value)
+    ours = OffloadConfig() if sections is None else config(tmp_path, **sections)
+    derived = derived_sections(theirs, ours)
+    zero = derived.get("zero_optimization", {})
+    found = [section["device"] for name, section in zero.items() if name.startswith("offload_")]
+    assert found == devices
+    assert ("aio" in derived) == (devices == ["nvme"] and "aio" not in theirs)
+    assert "sub_group_size" not in zero or "sub_group_size" not in theirs["zero_optimization"]
+    merged(copy.deepcopy(theirs), derived)
 
 
 @pytest.mark.parametrize(
-    "section",
-    [{"state_dtype": "bfloat16"}, {"stochastic_rounding": True}, {"master_weights": True}],
+    ("theirs", "sections", "says"),
+    [
+        *((zero_section(n), STATES, r"to 3, or optimizer\.enabled to false") for n in BELOW_3),
+        *((zero_section(n), WEIGHTS, rf"needs ZeRO-3 .*\.stage is {n}") for n in BELOW_3),
+        (zero_section(offload_optimizer=CPU), {}, "offload_optimizer has device: cpu"),
+        (zero_section(offload_optimizer=ELSEWHERE), {}, r"path: /elsewhere.*/nvme\)\. Remove"),
+        (zero_section(2), {"optimizer": {"state_dtype": "bfloat16"}}, "updates are DeepSpeed's"),
+        (zero_section(2), {"optimizer": {"stochastic_rounding": True}}, "updates are DeepSpeed's"),
+        (zero_section(2), {"optimizer": {"master_weights": True}}, "updates are DeepSpeed's"),
+        (zero_section(), {"io": {"encryption": True}}, "encryption: true, and DeepSpeed writes"),
+    ],
+    ids=str,
 )
-def test_settings_of_our_updates_are_refused(tmp_path: Path, section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="the updates are DeepSpeed's"):
-        derived_sections({"zero_optimization": {"stage": 2}}, config(tmp_path, optimizer=section))
-
-
-def test_encryption_is_refused_where_deepspeed_writes_the_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"io\.encryption: true, and DeepSpeed writes optimizer"):
-        derived_sections(
-            {"zero_optimization": {"stage": 3}}, config(tmp_path, io={"encryption": True})
-        )
+def test_what_contradicts_or_cannot_be_had_is_refused(
+    tmp_path: Path, theirs: dict[str, Any], sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        derived_sections(theirs, config(tmp_path, **sections))
 
 
 def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
-    sections = derived_sections({"zero_optimization": {"stage": 3}}, config(tmp_path))
     with pytest.raises(ConfigError, match="here: there is no C\\+\\+ compiler") as caught:
-        check_nvme(sections)
+        check_nvme(derived_sections(zero_section(), config(tmp_path)))
     assert str(tmp_path / "nvme") in str(caught.value)
-    check_nvme({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-
-
-# ---------------------------------------------------------------------- the strategy
+    check_nvme(zero_section(offload_optimizer=CPU))
 
 
 @in_both_installs
@@ -285,13 +414,13 @@ def test_the_strategy_is_found_by_name(pl: Any, family: str, stage: int | None) 
 def test_the_strategy_derives_over_lightnings_defaults(family: str, tmp_path: Path) -> None:
     ours = config(tmp_path, optimizer={"enabled": True})
     ours_of = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
-    strategy = ours_of(ours, stage=3)
-    assert strategy.config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
-    assert strategy.config["zero_optimization"]["sub_group_size"] < 10**9
-    assert "intra_op_parallelism" in strategy.config["aio"]
-    assert strategy.config["zero_force_ds_cpu_optimizer"] is False
-    asked = ours_of(ours, stage=3, sub_group_size=10**6, queue_depth=5)
-    assert asked.config["zero_optimization"]["sub_group_size"] == 10**6
-    assert asked.config["aio"]["queue_depth"] == 5
+    derived = ours_of(ours, stage=3).config
+    assert derived["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert derived["zero_optimization"]["sub_group_size"] < 10**9
+    assert "intra_op_parallelism" in derived["aio"]
+    assert derived["zero_force_ds_cpu_optimizer"] is False
+    asked = ours_of(ours, stage=3, sub_group_size=10**6, queue_depth=5).config
+    assert asked["zero_optimization"]["sub_group_size"] == 10**6
+    assert asked["aio"]["queue_depth"] == 5
     with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer has device: cpu"):
         ours_of(ours, stage=3, offload_optimizer=True)

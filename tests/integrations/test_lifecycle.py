@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from offload_strategy import OffloadError
+from offload_strategy import OffloadError, SSDOffloadPlugin
 from offload_strategy.io.backends.posix import PosixBackend
 from tests.distributed.ranks import run_ranks
-from tests.ends import open_files
-from tests.integrations.ends import ENDS
+from tests.ends import open_files, outcomes
+from tests.integrations.accelerate_runs import prepare
 from tests.integrations.lightning_runs import (
     Run,
     assert_equal,
@@ -27,6 +29,7 @@ from tests.integrations.lightning_runs import (
     fit,
     make_module,
     make_trainer,
+    parameters_of,
     strategy_class,
     with_and_without,
 )
@@ -41,15 +44,12 @@ def plain_steps(model: nn.Module) -> list[torch.Tensor]:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return parameters_of(model)
 
 
 def slowly(move: Any) -> Any:
     """A backend's method that moves bytes, so slow that writes end after the step."""
     return lambda self, *args: (time.sleep(0.05), move(self, *args))[1]
-
-
-# ---------------------------------------------------------------------- fit, and fit again
 
 
 def optimizer_of_its_own(pl: Any) -> Any:
@@ -87,12 +87,28 @@ def with_two_modules_around_one_network(pl: Any, root: Path, strategy: str, modu
     return fit(pl, root, strategy, second, max_steps=5)
 
 
+def after_an_exception(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+    """In the middle of a forward pass, of a step of two micro-batches."""
+
+    def fails(*_: Any) -> None:
+        if len(module.losses) == 5:
+            raise ZeroDivisionError
+
+    hook = module.net[1].register_forward_pre_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        fit(pl, root, strategy, module, accumulate_grad_batches=2)
+    assert not module._forward_pre_hooks
+    hook.remove()
+    return fit(pl, root, strategy, module, max_steps=5)
+
+
 @pytest.mark.parametrize(
     ("twice", "make"),
     [
         (with_one_trainer, make_module),
         (with_two_trainers, make_module),
         (with_two_modules_around_one_network, make_module),
+        (after_an_exception, make_module),
         (with_one_trainer, optimizer_of_its_own),
         (with_two_trainers, optimizer_of_its_own),
     ],
@@ -101,7 +117,30 @@ def test_fitting_twice_is_identical(pl: Any, tmp_path: Path, twice: Any, make: A
     with_and_without(lambda strategy: twice(pl, tmp_path, strategy, make(pl)))
 
 
-def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["missing", "file", "LBFGS"])
+def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing_open(
+    pl: Any, family: str, tmp_path: Path, tier: Path, wrong: str
+) -> None:
+    gc.collect()
+    (tmp_path / "file").write_text("")
+    config: Any = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
+    module = make_module(pl)
+    if wrong == "LBFGS":
+        module.make_optimizer = torch.optim.LBFGS
+        config = {"optimizer": {"enabled": True}}
+    with pytest.raises(OffloadError, match=wrong):
+        fit(pl, tmp_path, strategy_class(family)(config), module)
+    assert module.losses == []
+    assert open_files(tier) == []
+    assert not module._forward_pre_hooks
+    module.make_optimizer = torch.optim.AdamW
+    assert_same(
+        fit(pl, tmp_path, "ssd_offload", module, max_steps=5), fit(pl, tmp_path, max_steps=5)
+    )
+
+
+def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path, tier: Path) -> None:
+    threads = set(threading.enumerate())
     plain, offloaded = (fit(pl, tmp_path, name, max_steps=5) for name in ("auto", "ssd_offload"))
     # The last states are still on their way, and are counted when they have arrived.
     on_disk(offloaded.engine)
@@ -109,24 +148,17 @@ def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path) -> None:
     assert_equal(plain_steps(offloaded.module), plain_steps(plain.module))
     assert before == [moved(offloaded.engine, client) for client in ("activations", "optimizer")]
 
-
-def test_the_engine_closes_when_the_trainer_is_gone(pl: Any, tmp_path: Path, tier: Path) -> None:
-    threads = set(threading.enumerate())
-    run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    engine = weakref.ref(run.engine)
-    model = run.module.net
+    engine, model = weakref.ref(offloaded.engine), offloaded.module.net
     assert sum(file.endswith("(deleted)") for file in open_files(tier)) == 1
-    del run
+    del offloaded
     gc.collect()
     assert engine() is None or engine().closed
     assert open_files(tier) == []
     assert set(threading.enumerate()) <= threads
-    plain_steps(model)
+    assert_equal(plain_steps(model), plain_steps(plain.module))
 
 
-def test_no_thread_is_alive_after_fit_and_whatever_follows_it(
-    pl: Any, tmp_path: Path, tier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_outlives_fit(pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     runs = [fit(pl, tmp_path, "ssd_offload", max_steps=5) for _ in range(3)]
     assert set(threading.enumerate()) <= before
@@ -137,82 +169,68 @@ def test_no_thread_is_alive_after_fit_and_whatever_follows_it(
     run = runs[0]
     trainer = run.trainer
     with monkeypatch.context() as patch:
-        patch.setattr(PosixBackend, "move", slowly(PosixBackend.move))
-        patch.setattr(PosixBackend, "move_adjacent", slowly(PosixBackend.move_adjacent))
+        for method in ("move", "move_adjacent"):
+            patch.setattr(PosixBackend, method, slowly(getattr(PosixBackend, method)))
+        patch.setattr(run.module, "log", lambda *_, **__: None)  # there is nowhere to log to
         step = {"batch": next(iter(batches())), "batch_idx": 0}
         trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, step)
         assert set(threading.enumerate()) <= before
     loader = DataLoader(batches().dataset, batch_size=16, num_workers=1)
-    run.trainer.validate(run.module, loader, verbose=False)
-    run.trainer.fit_loop.epoch_loop.max_steps = 10
-    run.trainer.fit(run.module, batches())
+    trainer.validate(run.module, loader, verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 10
+    trainer.fit(run.module, batches())
     assert set(threading.enumerate()) <= before
 
     run.module.fails_at = (len(run.losses) + 2, KeyboardInterrupt())
-    run.trainer.fit_loop.epoch_loop.max_steps = 20
+    trainer.fit_loop.epoch_loop.max_steps = 20
     with pytest.raises(SystemExit):
-        run.trainer.fit(run.module, batches())
-    assert set(threading.enumerate()) <= before
-    run.module.fails_at = None
-    trainer = fit(pl, tmp_path, "ssd_offload", run.module, max_steps=5).trainer
+        trainer.fit(run.module, batches())
     assert set(threading.enumerate()) <= before
     for _ in range(2):
         trainer.strategy.offload_engine.close()
         trainer.strategy.offload_engine.end_threads()
 
 
-# ---------------------------------------------------------------------- errors
+ENDS = {
+    "lightning workers": 0,
+    "lightning exception": 1,
+    "lightning kill": -signal.SIGKILL,
+    "accelerate normal": 0,
+    "accelerate interrupt": -signal.SIGINT,
+    "accelerate terminate": -signal.SIGTERM,
+}
+"""Exit status by framework and end; what is negative is the signal that each is sent."""
 
 
-class Expected(Exception):
-    pass
+def train_with_lightning(end: str) -> None:
+    pl: Any = lightning.pytorch
+    fails_at = (3, RuntimeError("on purpose")) if end == "exception" else None
+    ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
+    options = {"max_steps": -1, "max_epochs": 2 if end == "workers" else -1}
+    trainer = make_trainer(pl, Path(), "ssd_offload", callbacks=[ready], **options)
+    workers = 2 if end == "workers" else 0
+    loader = DataLoader(batches().dataset, batch_size=16, num_workers=workers)
+    trainer.fit(make_module(pl, fails_at=fails_at), loader)
 
 
-@pytest.mark.parametrize("in_forward", [False, True])
-def test_an_exception_in_the_middle_of_fit_leaves_a_model_that_trains_on(
-    pl: Any, tmp_path: Path, in_forward: bool
-) -> None:
-    def fails(module: Any, args: Any) -> None:
-        if len(losses) == 5:
-            raise Expected
-
-    def run(strategy: str) -> Run:
-        nonlocal losses
-        module = make_module(pl, fails_at=None if in_forward else (5, Expected()))
-        losses = module.losses
-        hook = module.net[1].register_forward_pre_hook(fails) if in_forward else None
-        with pytest.raises(Expected):
-            fit(pl, tmp_path, strategy, module, accumulate_grad_batches=2)
-        assert not module._forward_pre_hooks
-        module.fails_at = None
-        if hook is not None:
-            hook.remove()
-        return fit(pl, tmp_path, strategy, module, max_steps=5)
-
-    losses: list[float] = []
-    with_and_without(run)
+def train_with_accelerate(end: str) -> None:
+    run = prepare(SSDOffloadPlugin()).train(3)
+    print("ready", flush=True)
+    run.train(3 if end == "normal" else 10**9)
 
 
-def test_an_error_while_attaching_leaves_nothing_open(
-    pl: Any, family: str, tmp_path: Path, tier: Path
-) -> None:
-    gc.collect()
-    module = make_module(pl, optimizer=torch.optim.LBFGS)
-    strategy = strategy_class(family)({"optimizer": {"enabled": True}})
-    trainer = make_trainer(pl, tmp_path, strategy)
-    with pytest.raises(OffloadError, match="LBFGS"):
-        trainer.fit(module, batches())
-    assert open_files(tier) == []
-    assert not module._forward_pre_hooks
-    module.make_optimizer = torch.optim.AdamW
-    assert_same(fit(pl, tmp_path, "ssd_offload", module), fit(pl, tmp_path))
-
-
-# ---------------------------------------------------------------------- processes
+def every_end(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """What came of each process of `ENDS`."""
+    scripts = {}
+    for name, status in ENDS.items():
+        framework, end = name.split()
+        code = f"import {__name__} as ends; ends.train_with_{framework}({end!r})"
+        scripts[name] = (code, max(0, -status))
+    return outcomes(rank, directory, scripts)
 
 
 def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
-    where = "tests.integrations.ends:every_end"
+    where = "tests.integrations.test_lifecycle:every_end"
     (found,) = run_ranks(where, tmp_path, size=1, group=False)
     assert [end["status"] for end in found] == list(ENDS.values()), found
     for name, end in zip(ENDS, found, strict=True):

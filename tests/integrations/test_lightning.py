@@ -1,17 +1,23 @@
-"""`Trainer(strategy="ssd_offload")` against the same Trainer without, to the last bit."""
+"""`Trainer(strategy="ssd_offload")` against the same Trainer without, to the last bit.
+
+That training from the command line gives the same numbers is in `test_unmodified_scripts.py`.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import yaml
 
-from offload_strategy import ConfigError, OffloadError
+from offload_strategy import ConfigError
 from tests.integrations.lightning_runs import (
     Run,
     assert_equal,
@@ -20,6 +26,7 @@ from tests.integrations.lightning_runs import (
     in_both_installs,
     make_module,
     make_trainer,
+    parameters_of,
     strategy_class,
     with_and_without,
 )
@@ -31,9 +38,6 @@ def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options
     return with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 @in_both_installs
@@ -52,9 +56,6 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
     assert min(before, moved(run.engine, "optimizer")) > 0
     run.trainer.validate(run.module, batches(2), verbose=False)
     assert moved(run.engine) == before
-
-
-# ---------------------------------------------------------------------- what is trained
 
 
 def test_layers_that_are_thawed_later_are_identical(pl: Any, tmp_path: Path) -> None:
@@ -90,96 +91,10 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(
     step = mock.MagicMock()  # which has every attribute but those like __wrapped__
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     module = make_module(pl, optimizer=torch.optim.SGD, manual=True)
-    before = [parameter.detach().clone() for parameter in module.parameters()]
+    before = parameters_of(module)
     run = fit(pl, tmp_path, "ssd_offload", module, max_steps=-1, max_epochs=1)
     assert step.call_count == 10  # every second batch, by two optimizers
     assert_equal(run.parameters, before)
-
-
-def test_a_model_with_nothing_to_optimize_trains_on_without_offloaded_states(
-    pl: Any, tmp_path: Path
-) -> None:
-    module = make_module(pl)
-    module.configure_optimizers = lambda: None
-    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=3)
-    assert len(run.losses) == 3
-
-
-# ---------------------------------------------------------------------- devices and families
-
-
-@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
-def test_one_device_is_a_single_device_without_a_process_group(
-    pl: Any, tmp_path: Path, accelerator: str
-) -> None:
-    trainer = fit(pl, tmp_path, "ssd_offload", accelerator=accelerator, max_steps=1).trainer
-    assert isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy)
-    assert trainer.strategy.root_device.type in ("cpu", "cuda", "mps")
-    assert trainer.world_size == 1
-    assert not torch.distributed.is_initialized()
-    assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
-
-
-@in_both_installs
-@pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_are_data_parallel_and_stream_no_weights(
-    pl: Any, family: str, tmp_path: Path, devices: int, nodes: int
-) -> None:
-    options = {"devices": devices, "num_nodes": nodes}
-    config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
-    given = strategy_class(family)(config, ddp={"find_unused_parameters": True})
-    for strategy in ("ssd_offload", given):
-        made = make_trainer(pl, tmp_path, strategy, **options).strategy
-        assert isinstance(made, pl.strategies.DDPStrategy)
-        assert (made.num_processes, made.num_nodes) == (devices, nodes)
-    assert made is given
-    assert made.config.tiers[0].capacity == 1 << 30
-    assert made._ddp_kwargs == {"find_unused_parameters": True}
-    given = strategy_class(family)({"parameters": {"enabled": True}})
-    with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
-        make_trainer(pl, tmp_path, given, **options)
-    with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
-        type(made)({"parameters": {"enabled": True}})
-
-
-@in_both_installs
-def test_the_strategy_of_the_other_install_is_met_with_help(
-    pl: Any, family: str, tmp_path: Path
-) -> None:
-    other = "pytorch_lightning" if family == "lightning.pytorch" else "lightning.pytorch"
-    pytest.importorskip(other)
-    right = f"{strategy_class(family).__module__}.SSDOffloadStrategy"
-    with pytest.raises(ValueError, match=right.replace(".", r"\.")):
-        make_trainer(pl, tmp_path, strategy_class(other)())
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def test_a_misspelt_key_is_refused_when_the_strategy_or_the_trainer_is_made(
-    pl: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
-        strategy_class(family)(config={"optimzer": {}})
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"activations": {"min_sise": 1}}')
-    with pytest.raises(ConfigError, match=r"did you mean 'activations\.min_size'"):
-        make_trainer(pl, tmp_path, "ssd_offload")
-
-
-@pytest.mark.parametrize("wrong", ["missing", "file", "LBFGS"])
-def test_what_cannot_work_is_refused_before_the_first_step(
-    pl: Any, family: str, tmp_path: Path, wrong: str
-) -> None:
-    (tmp_path / "file").write_text("")
-    module, config = make_module(pl), None
-    if wrong == "LBFGS":
-        module.make_optimizer = torch.optim.LBFGS
-        config = {"optimizer": {"enabled": True}}
-    else:
-        config = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
-    with pytest.raises(OffloadError, match=wrong):
-        fit(pl, tmp_path, strategy_class(family)(config), module)
-    assert module.losses == []
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -191,21 +106,27 @@ def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
     assert caplog.text.count("Its states stay in memory") == 1
 
 
-def test_a_module_is_copied_and_pickled_in_the_middle_of_fit(pl: Any, tmp_path: Path) -> None:
-    """As averaging callbacks and loggers do."""
+def test_a_model_with_nothing_to_optimize_trains_on(pl: Any, tmp_path: Path) -> None:
+    module = make_module(pl)
+    module.configure_optimizers = lambda: None
+    assert len(fit(pl, tmp_path, "ssd_offload", module, max_steps=3).losses) == 3
+
+
+def test_copies_of_module_and_strategy_have_no_engine(pl: Any, family: str, tmp_path: Path) -> None:
+    """As averaging callbacks and loggers make them in the middle of `fit`."""
     copies: list[Any] = []
 
     def take_copies(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5:
             # The module's class is local to this test, and cannot be pickled.
             copies[:] = copy.deepcopy(module), pickle.loads(pickle.dumps(module.net))
-            copies.append([p.detach().clone() for p in module.parameters()])
+            copies.append(parameters_of(module))
 
     callback = pl.callbacks.LambdaCallback(on_train_batch_end=take_copies)
     run = both(pl, tmp_path, callbacks=[callback], max_steps=10)
     deep, pickled, at = copies
-    assert_equal(list(deep.parameters()), at)
-    assert_equal(list(pickled.parameters()), at)
+    assert_equal(parameters_of(deep), at)
+    assert_equal(parameters_of(pickled), at)
 
     # The copy trains by itself and moves nothing.
     before = moved(run.engine)
@@ -213,11 +134,121 @@ def test_a_module_is_copied_and_pickled_in_the_middle_of_fit(pl: Any, tmp_path: 
     deep.loss(next(iter(batches()))).backward()
     assert moved(run.engine) == before
 
-
-def test_a_strategy_is_copied_and_pickled(pl: Any, family: str, tmp_path: Path) -> None:
-    strategy = fit(pl, tmp_path, strategy_class(family)(), max_steps=2).trainer.strategy
+    strategy = run.trainer.strategy
     strategy.connect(None)
     for clone in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert type(clone) is strategy_class(family)
         assert clone.config == strategy.config
         assert clone.offload_engine is None
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+def test_one_device_is_a_single_device(pl: Any, tmp_path: Path, accelerator: str) -> None:
+    trainer = fit(pl, tmp_path, "ssd_offload", accelerator=accelerator, max_steps=1).trainer
+    assert isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy)
+    assert trainer.strategy.root_device.type in ("cpu", "cuda", "mps")
+    assert not torch.distributed.is_initialized()
+    assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
+
+
+@in_both_installs
+@pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
+def test_several_devices_are_data_parallel_and_stream_no_weights(
+    pl: Any, family: str, tmp_path: Path, devices: int, nodes: int
+) -> None:
+    options = {"devices": devices, "num_nodes": nodes}
+    ours = strategy_class(family)
+    config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
+    given = ours(config, ddp={"find_unused_parameters": True})
+    for strategy in ("ssd_offload", given):
+        made = make_trainer(pl, tmp_path, strategy, **options).strategy
+        assert isinstance(made, pl.strategies.DDPStrategy)
+        assert (made.num_processes, made.num_nodes) == (devices, nodes)
+    assert made is given
+    assert made.config.tiers[0].capacity == 1 << 30
+    assert made._ddp_kwargs == {"find_unused_parameters": True}
+    with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
+        make_trainer(pl, tmp_path, ours({"parameters": {"enabled": True}}), **options)
+    with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
+        type(made)({"parameters": {"enabled": True}})
+
+
+@in_both_installs
+def test_the_other_installs_strategy_is_met_with_help(pl: Any, family: str, tmp_path: Path) -> None:
+    other = "pytorch_lightning" if family == "lightning.pytorch" else "lightning.pytorch"
+    pytest.importorskip(other)
+    with pytest.raises(ValueError, match=re.escape(class_path(family))):
+        make_trainer(pl, tmp_path, strategy_class(other)())
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
+OPTIONS: dict[str, Any] = {
+    "tiers": [{"name": "host", "kind": "dram", "capacity": "1MiB"}],
+    "activations": {"min_size": "2KiB"},
+}
+
+
+def class_path(family: str) -> str:
+    strategy = strategy_class(family)
+    return f"{strategy.__module__}.{strategy.__name__}"
+
+
+def strategy_of_cli(pl: Any, family: str, *arguments: str) -> Any:
+    """Parse a command line, make the Trainer that it asks for, and return its strategy."""
+    pytest.importorskip("jsonargparse")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    cli = importlib.import_module(f"{family}.cli").LightningCLI(
+        type(make_module(pl)),
+        args=list(arguments),
+        run=False,
+        save_config_callback=None,
+        trainer_defaults={**quiet, "accelerator": "cpu"},
+    )
+    return cli.trainer.strategy
+
+
+@in_both_installs
+def test_flags_choose_the_strategy_and_its_options_and_the_help_explains_them(
+    pl: Any, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = strategy_of_cli(pl, family, "--trainer.strategy=ssd_offload")
+    assert isinstance(strategy, strategy_class(family))
+    assert strategy.config.activations.min_size == 1024  # of $SSD_OFFLOAD_CONFIG
+
+    by_class = f"--trainer.strategy={class_path(family)}"
+    preset = strategy_of_cli(pl, family, by_class, "--trainer.strategy.config=optimizer")
+    assert preset.config.optimizer.enabled
+    assert not preset.config.activations.enabled
+
+    misspelt = "--trainer.strategy.config={activations: {minsize: 2KiB}}"
+    with pytest.raises(ValueError, match=r"unknown key; did you mean 'activations\.min_size'\?"):
+        strategy_of_cli(pl, family, by_class, misspelt)
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"activations": {"min_sise": 1}}')
+    with pytest.raises(ConfigError, match=r"did you mean 'activations\.min_size'"):
+        strategy_of_cli(pl, family, "--trainer.strategy=ssd_offload")
+
+    with pytest.raises(SystemExit):
+        strategy_of_cli(pl, family, f"--trainer.strategy.help={class_path(family)}")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Trains with activations and optimizer states on host memory and SSDs" in printed
+    assert "--trainer.strategy.config CONFIG Sections tiers, activations, optimizer" in printed
+    assert "ssd-offload config schema" in printed
+
+
+def test_options_may_come_from_a_file_and_survive_being_written(
+    pl: Any, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    strategy = {"class_path": class_path(family), "init_args": {"config": OPTIONS}}
+    file.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    given = strategy_of_cli(pl, family, f"--config={file}").config
+    assert given.tiers[0].capacity == 1024 * 1024
+    assert given.activations.min_size == 2048
+
+    with pytest.raises(SystemExit):
+        strategy_of_cli(pl, family, f"--config={file}", "--print_config")
+    file.write_text(capsys.readouterr().out)
+    assert strategy_of_cli(pl, family, f"--config={file}").config == given
+    # Where both installs are imported, as here, the short path of the example means the first one.
+    example = strategy_of_cli(pl, family, f"--config={EXAMPLE}").config
+    assert example.activations.min_size == 256 * 1024

@@ -13,10 +13,10 @@ import torch
 import offload_strategy.checkpoints
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
+    FAMILIES,
     Run,
     assert_same,
     fit,
-    in_both_installs,
     make_trainer,
     strategy_class,
 )
@@ -40,42 +40,42 @@ def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_a_checkpoint_is_the_one_that_lightning_writes(
-    pl: Any, tmp_path: Path, lightnings_io: Any
-) -> None:
-    run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    run.trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    run.trainer.strategy.checkpoint_io = lightnings_io()
-    run.trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-    ours, theirs = (
-        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("ours", "theirs")
-    )
-    assert list(ours) == list(theirs)
-    assert same(ours, theirs)
-
-
-def test_nothing_is_put_together_in_memory(
+def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in_memory(
     pl: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
 ) -> None:
+    ours, theirs = tmp_path / "deep" / "down" / "ours.ckpt", tmp_path / "theirs.ckpt"
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    for method in ("save_checkpoint", "load_checkpoint"):
-        left = mock.Mock(side_effect=AssertionError("left to Lightning"))
-        monkeypatch.setattr(lightnings_io, method, left)
-    path = tmp_path / "deep" / "down" / "half.ckpt"
-    run.trainer.save_checkpoint(path)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert type(run.trainer.strategy.checkpoint_io) is strategy_class(family, "OffloadCheckpointIO")
-    checkpoint = run.trainer.strategy.load_checkpoint(path, weights_only=True)
-    assert mapped(path)
+    strategy = run.trainer.strategy
+    streaming, strategy.checkpoint_io = strategy.checkpoint_io, lightnings_io()
+    run.trainer.save_checkpoint(theirs)
+    strategy.checkpoint_io = streaming
+    assert type(streaming) is strategy_class(family, "OffloadCheckpointIO")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        strategy.load_checkpoint(tmp_path / "nowhere.ckpt")
+
+    save = mock.Mock()
+    monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
+    monkeypatch.setattr(lightnings_io, "load_checkpoint", mock.Mock(side_effect=AssertionError))
+    run.trainer.save_checkpoint(ours)
+    assert [file.name for file in ours.parent.iterdir()] == [ours.name]
+    checkpoint = strategy.load_checkpoint(ours, weights_only=True)
+    assert mapped(ours)
+    expected = torch.load(theirs, weights_only=True)
+    assert list(checkpoint) == list(expected)
+    assert same(checkpoint, expected)
     del checkpoint
-    assert not mapped(path)
+    assert not mapped(ours)
+
+    # What is for Lightning's plugin gets there.
+    save.assert_not_called()
+    run.trainer.save_checkpoint(ours, storage_options="options")
+    assert save.call_args.kwargs == {"storage_options": "options"}
 
 
-@in_both_installs
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_resumed_run_does_not_stay_in_the_file(
-    pl: Any, family: str, tmp_path: Path, enabled: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "enabled"), zip(FAMILIES, (True, False), strict=True), indirect=["family"]
+)
+def test_a_resumed_run_leaves_the_file(pl: Any, family: str, tmp_path: Path, enabled: bool) -> None:
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
     in_file: list[bool] = []
@@ -99,7 +99,7 @@ def test_a_resumed_run_does_not_stay_in_the_file(
     assert in_file == 2 * 2 * 10 * [False]
 
 
-def test_a_plugin_of_the_users_own_is_left_alone(
+def test_a_plugin_of_the_users_own_is_left_alone_and_one_around_another_is_around_ours(
     pl: Any, family: str, tmp_path: Path, lightnings_io: Any
 ) -> None:
     own = type("Own", (lightnings_io,), {})()
@@ -109,8 +109,6 @@ def test_a_plugin_of_the_users_own_is_left_alone(
     ):
         assert trainer.strategy.checkpoint_io is own
 
-
-def test_a_plugin_around_another_is_around_ours(pl: Any, family: str, tmp_path: Path) -> None:
     plugin = pl.plugins.AsyncCheckpointIO()
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5, plugins=[plugin])
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -122,24 +120,9 @@ def test_a_plugin_around_another_is_around_ours(pl: Any, family: str, tmp_path: 
 
 
 def test_a_remote_path_is_left_to_lightning(pl: Any, tmp_path: Path) -> None:
-    url = "memory://checkpoints/end.ckpt"
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    run.trainer.save_checkpoint(url)
-    resumed = fit(pl, tmp_path, "ssd_offload", max_steps=10, ckpt_path=url)
-    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
-    local = fit(pl, tmp_path, "ssd_offload", max_steps=10, ckpt_path=f"file://{tmp_path}/end.ckpt")
-    assert_same(local, resumed)
-
-
-def test_what_is_for_lightnings_plugin_gets_there(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
-) -> None:
-    run = fit(pl, tmp_path, "ssd_offload", max_steps=2)
-    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
-        run.trainer.strategy.load_checkpoint(tmp_path / "nowhere.ckpt")
-    with pytest.raises(TypeError, match="storage_options"):
-        run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={})
-    save = mock.Mock()
-    monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
-    run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options="options")
-    assert save.call_args.kwargs == {"storage_options": "options"}
+    resumed = []
+    for url in ("memory://checkpoints/end.ckpt", f"file://{tmp_path}/end.ckpt"):
+        run.trainer.save_checkpoint(url)
+        resumed.append(fit(pl, tmp_path, "ssd_offload", max_steps=10, ckpt_path=url))
+    assert_same(*resumed)

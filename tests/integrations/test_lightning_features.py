@@ -5,32 +5,392 @@ What is found has to be what the table in `docs/lightning.md` says.
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload_strategy import OffloadError
-from tests.integrations.lightning_feature_list import FEATURES
-from tests.integrations.lightning_features import (
-    FAMILY,
+from tests.integrations.lightning_runs import (
+    FAMILIES,
+    FEATURES,
+    Behaviour,
     Feature,
     Outcome,
     Session,
+    batches,
+    feature,
+    fitted,
     quiet,
 )
 from tests.optimizer.runs import assert_same_state_dict
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
+# ---------------------------------------------------------------------- precision
+
+for _precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
+    fitted(f'`precision="{_precision}"`', precision=_precision)
 
 
-def config(overlap: str) -> dict[str, Any]:
+@feature('`precision="16-mixed"`, loss scaling', refused_with_eager="loss scaling.*overlap: commit")
+def _half_mixed(session: Session) -> Outcome:
+    # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself. So
+    # large a scale overflows: the first steps are skipped.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    plugin = session.pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer, module = session.fit(plugins=[plugin], max_steps=30)
+    assert scaler.get_scale() < 2.0**40
+    return session.outcome(trainer, module, scale=scaler.get_scale())
+
+
+# ---------------------------------------------------------------------- optimization
+
+
+class _Adversarial(Behaviour):
+    """Two losses and two optimizers, each trained by its own, with clipping by hand."""
+
+    def __init__(self, clips: bool = True) -> None:
+        super().__init__(manual=True)
+        self.clips = clips
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer, sign in zip(self.optimizers(), (1.0, -0.1), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * nn.functional.mse_loss(self(x), y)
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if self.clips:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", self.losses[-1])
+
+
+COMMIT = "overlap: commit"
+CLIPPED = f"gradient_clip_val.*{COMMIT}"
+ONE_EPOCH, TWO_EPOCHS = ({"max_steps": -1, "max_epochs": epochs} for epochs in (1, 2))
+MANUALLY = "manual optimization:"
+
+fitted(f"{MANUALLY} two optimizers, toggled", _Adversarial, {"clips": False})
+fitted(f"{MANUALLY} two optimizers, clipped", _Adversarial, refused_in_first_step=COMMIT)
+fitted(
+    f"{MANUALLY} several micro-batches to a step",
+    module={"manual": True},
+    refused_in_first_step=COMMIT,
+    **ONE_EPOCH,
+)
+fitted(
+    "`accumulate_grad_batches`, with a partial last group", accumulate_grad_batches=4, max_steps=7
+)
+fitted("`gradient_clip_val`, by norm", refused=CLIPPED, gradient_clip_val=0.1)
+by_value = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+fitted("`gradient_clip_val`, by value", refused=CLIPPED, **by_value)
+
+
+class _ClipsItself(Behaviour):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+fitted(
+    "`configure_gradient_clipping` overridden",
+    _ClipsItself,
+    refused=f"configure_gradient_clipping.*{COMMIT}",
+)
+
+
+class _LogsNorms(Behaviour):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+fitted(
+    "gradient norms logged in `on_before_optimizer_step`", _LogsNorms, refused_in_first_step=COMMIT
+)
+
+
+class _Plateau(Behaviour):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"},
+        }
+
+
+fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
+
+
+# ---------------------------------------------------------------------- the Trainer's options
+
+fitted("`overfit_batches`", overfit_batches=3)
+fitted("`fast_dev_run`", fast_dev_run=3)
+limits = {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+fitted("`limit_train_batches`, `limit_val_batches`, `num_sanity_val_steps`", **limits)
+often = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+fitted("`val_check_interval`, `check_val_every_n_epoch`", **often)
+fitted("`detect_anomaly`", detect_anomaly=True, max_steps=4)
+fitted("`deterministic`, `benchmark`", deterministic=True, benchmark=False)
+fitted("`inference_mode=False`", inference_mode=False)
+timed = {**TWO_EPOCHS, "min_epochs": 2, "max_time": "00:01:00:00"}
+fitted("`max_time` (`Timer`), `min_epochs`, `max_epochs`", **timed)
+fitted("`reload_dataloaders_every_n_epochs`", reload_dataloaders_every_n_epochs=1, max_steps=15)
+
+
+@feature("`barebones`")
+def _barebones(session: Session) -> Outcome:
+    options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = {**dict.fromkeys(options), "log_every_n_steps": None}
+    return session.outcome(*session.fit(barebones=True, **quiet))
+
+
+@feature("`trainer.validate`, `test` and `predict`, before and after `fit`")
+def _evaluation(session: Session) -> Outcome:
+    found: list[Any] = []
+    module = session.module()
+    trainer = session.trainer()
+
+    def evaluate() -> None:
+        found.append(trainer.validate(module, batches(2), verbose=False))
+        found.append(trainer.test(module, batches(2), verbose=False))
+        found.append(trainer.predict(module, batches(2)))
+
+    evaluate()
+    trainer.fit(module, batches(), batches(2))
+    evaluate()
+    return session.outcome(trainer, module, found=found)
+
+
+@feature("`trainer.test` and `predict` alone", trains=False)
+def _test_alone(session: Session) -> Outcome:
+    trainer, module = session.trainer(), session.module()
+    tested = trainer.test(module, batches(2), verbose=False)
+    return {"tested": tested, "predicted": trainer.predict(module, batches(2))}
+
+
+@feature("`KeyboardInterrupt`, a checkpoint after it, and a resumed run")
+def _interrupt(session: Session) -> Outcome:
+    module = session.module(fails_at=(5, KeyboardInterrupt()))
+    trainer = session.trainer()
+    with pytest.raises((SystemExit, KeyboardInterrupt)):  # Lightning makes the former of it
+        trainer.fit(module, batches(), batches(2))
+    trainer.save_checkpoint(session.root / "interrupted.ckpt")
+    ended = session.fit(ckpt_path=session.root / "interrupted.ckpt")
+    return session.outcome(*ended, before=module.losses, interrupted=trainer.interrupted)
+
+
+# ---------------------------------------------------------------------- callbacks
+
+
+def with_callback(name: str, make: Callable[[Any], Any], **options: Any) -> None:
+    """A feature that is a callback, of which the state that it saves is compared as well."""
+
+    @feature(name)
+    def run(session: Session) -> Outcome:
+        callback = make(session.pl.callbacks)
+        trainer, module = session.fit(callbacks=[callback], **options)
+        return session.outcome(trainer, module, state=callback.state_dict())
+
+
+with_callback(
+    "`GradientAccumulationScheduler`, with a partial last group",
+    lambda all_: all_.GradientAccumulationScheduler({0: 1, 1: 3}),
+    **TWO_EPOCHS,
+)
+with_callback(
+    "`StochasticWeightAveraging`",
+    lambda all_: all_.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
+    max_steps=-1,
+    max_epochs=3,
+)
+with_callback(
+    "`WeightAveraging`, `EMAWeightAveraging`", lambda all_: all_.EMAWeightAveraging(), max_steps=15
+)
+with_callback(
+    "`EarlyStopping`",
+    lambda all_: all_.EarlyStopping("loss", stopping_threshold=0.9, check_on_train_epoch_end=True),
+    max_steps=-1,
+    max_epochs=6,
+)
+with_callback(
+    "`LearningRateFinder`",
+    lambda all_: all_.LearningRateFinder(num_training_steps=12, early_stop_threshold=None),
+)
+with_callback(
+    "`ModelPruning`",
+    lambda all_: all_.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True),
+    **TWO_EPOCHS,
+)
+
+
+@feature("progress bars: `TQDMProgressBar`, `RichProgressBar`")
+def _progress(session: Session) -> Outcome:
+    shown: list[dict[str, Any]] = []
+
+    class Shown(session.pl.callbacks.TQDMProgressBar):  # type: ignore[name-defined,misc]
+        def get_metrics(self, *args: Any) -> Any:
+            metrics = super().get_metrics(*args)
+            shown.append(dict(metrics))
+            return metrics
+
+    first = session.outcome(*session.fit(callbacks=[Shown()], enable_progress_bar=True))
+    rich = session.pl.callbacks.RichProgressBar()
+    trainer, module = session.fit(callbacks=[rich], enable_progress_bar=True)
+    assert shown
+    return session.outcome(trainer, module, first=first, shown=shown)
+
+
+@feature("batch-size finder: `BatchSizeFinder`, and a run with what it found")
+def _batch_size(session: Session) -> Outcome:
+    module = session.module()
+    finder = session.pl.callbacks.BatchSizeFinder(
+        mode="binsearch", steps_per_trial=2, max_trials=3, init_val=2
+    )
+    trainer = session.trainer(callbacks=[finder], max_steps=4, num_sanity_val_steps=0)
+    trainer.fit(module, val_dataloaders=batches(2))
+    return session.outcome(trainer, module, size=module.batch_size)
+
+
+@feature("`ModelCheckpoint`: best, last, and resumed from with `ckpt_path`")
+def _checkpoints(session: Session) -> Outcome:
+    saving = session.pl.callbacks.ModelCheckpoint(
+        session.root / "best", monitor="val_loss", save_top_k=2, save_last=True
+    )
+    options = {"callbacks": [saving], "enable_checkpointing": True}
+    trainer, module = session.fit(session.module(scheduler=True), max_steps=20, **options)
+    resumed = session.fit(
+        session.module(scheduler=True), max_steps=30, ckpt_path=saving.best_model_path
+    )
+    return session.outcome(
+        *resumed,
+        first=session.outcome(trainer, module),
+        names=sorted(path.name for path in (session.root / "best").iterdir()),
+        best=(Path(saving.best_model_path).name, saving.best_model_score),
+        last=_without_paths(torch.load(saving.last_model_path, weights_only=False)),
+    )
+
+
+@feature("`ModelCheckpoint(save_weights_only=True)`")
+def _weights_only(session: Session) -> Outcome:
+    saving = session.pl.callbacks.ModelCheckpoint(session.root / "weights", save_weights_only=True)
+    trainer, module = session.fit(callbacks=[saving], enable_checkpointing=True)
+    saved = torch.load(saving.best_model_path, weights_only=True)
+    assert "optimizer_states" not in saved
+    again = session.module()
+    again.load_state_dict(saved["state_dict"])
+    return session.outcome(trainer, module, saved=_without_paths(saved), again=again.state_dict())
+
+
+def _without_paths(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.items() if key not in ("callbacks", "loops")}
+
+
+@feature("`OnExceptionCheckpoint`")
+def _on_exception(session: Session) -> Outcome:
+    saving = session.pl.callbacks.OnExceptionCheckpoint(session.root / "failed")
+    module = session.module(fails_at=(5, RuntimeError("the loader is gone")))
+    trainer = session.trainer(callbacks=[saving], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="the loader is gone"):
+        trainer.fit(module, batches(), batches(2))
+    saved = torch.load(saving.ckpt_path, weights_only=False)
+    return session.outcome(trainer, module, saved=_without_paths(saved))
+
+
+@feature("`BasePredictionWriter`")
+def _writer(session: Session) -> Outcome:
+    written: list[torch.Tensor] = []
+
+    class Writer(session.pl.callbacks.BasePredictionWriter):  # type: ignore[name-defined,misc]
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *_: Any) -> None:
+            written.append(prediction)
+
+    trainer, module = session.fit(callbacks=[Writer("batch")])
+    trainer.predict(module, batches(2), return_predictions=False)
+    return session.outcome(trainer, module, written=written)
+
+
+@feature("`ModelSummary`")
+def _summary(session: Session) -> Outcome:
+    from lightning.pytorch.utilities.model_summary import ModelSummary, summarize
+
+    shown: list[str] = []
+
+    class Shown(session.pl.callbacks.ModelSummary):  # type: ignore[name-defined,misc]
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            shown.append(str(summarize(module, max_depth=2)))
+
+    trainer, module = session.fit(callbacks=[Shown()], enable_model_summary=True)
+    return session.outcome(trainer, module, shown=shown, after=str(ModelSummary(module, -1)))
+
+
+# ---------------------------------------------------------------------- loggers and profilers
+
+
+@feature("`LearningRateMonitor`, `DeviceStatsMonitor`, `ThroughputMonitor`, several loggers")
+def _loggers(session: Session) -> Outcome:
+    pl = session.pl
+    # One that keeps what the others write, which have times in their files.
+    loggers = [
+        pl.loggers.CSVLogger(session.root, name="csv"),
+        pl.loggers.TensorBoardLogger(session.root, name="board"),
+    ]
+    callbacks = [
+        pl.callbacks.LearningRateMonitor("step", log_momentum=True),
+        pl.callbacks.DeviceStatsMonitor(cpu_stats=True),
+        pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
+    ]
+    module = session.module(scheduler=True)
+    trainer, _ = session.fit(module, logger=loggers, callbacks=callbacks)
+    with Path(loggers[0].log_dir, "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    timeless = ("lr-AdamW", "lr-AdamW-momentum", "loss", "mean", "val_loss", "epoch", "step")
     return {
-        "activations": {"min_size": "1KiB", "budget": "100%"},
-        "optimizer": {"overlap": overlap},
+        **session.outcome(trainer, module, logged={}, callbacks={}),
+        "columns": list(rows[0]),
+        "rows": [[row[name] for name in timeless] for row in rows],
+        "files": sorted(path.name.split(".")[0] for path in Path(loggers[1].log_dir).iterdir()),
     }
+
+
+def profiled(name: str, look: Callable[[Any, Path], Any], **options: Any) -> None:
+    @feature(f"`{name}`")
+    def run(session: Session) -> Outcome:
+        profiler = getattr(session.pl.profilers, name)(session.root, "profile", **options)
+        trainer, module = session.fit(profiler=profiler, max_steps=5)
+        seen = look(profiler, session.root)
+        assert seen
+        return session.outcome(trainer, module, seen=seen)
+
+
+def _without_strategy(actions: Iterable[str]) -> list[str]:
+    """The actions that were timed, but for the hooks of the strategy, which bear its name."""
+    return sorted(name for name in actions if not name.startswith("[Strategy]"))
+
+
+def _in_file(profiler: Any, root: Path) -> list[str]:
+    (file,) = root.glob("fit-profile*.txt")
+    heading = "Profile stats for: "
+    lines = [line for line in file.read_text().splitlines() if line.startswith(heading)]
+    return _without_strategy(line.removeprefix(heading).split(" rank:")[0] for line in lines)
+
+
+profiled("SimpleProfiler", lambda it, root: _without_strategy(it.recorded_durations))
+profiled("AdvancedProfiler", _in_file)
+profiled("PyTorchProfiler", lambda it, root: bool(it.function_events), export_to_chrome=False)
+
+
+# ---------------------------------------------------------------------- every one of them
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
@@ -59,7 +419,9 @@ def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> 
 def _session(directory: Path, overlap: str | None) -> Session:
     root = directory / (overlap or "auto")
     root.mkdir()
-    return Session(pytest.importorskip(FAMILY), root, None if overlap is None else config(overlap))
+    activations = {"min_size": "1KiB", "budget": "100%"}
+    config = {"activations": activations, "optimizer": {"overlap": overlap}} if overlap else None
+    return Session(pytest.importorskip(FAMILIES[0]), root, config)
 
 
 def _run(feature: Feature, session: Session) -> Outcome:

@@ -11,7 +11,6 @@ from accelerate import Accelerator, init_empty_weights
 from torch import nn
 
 from offload_strategy import SSDOffloadPlugin
-from tests.integrations.accelerate_runs import _fresh_accelerate
 from tests.integrations.lightning_runs import (
     FAMILIES,
     Run,
@@ -25,10 +24,8 @@ from tests.integrations.lightning_runs import (
     with_and_without,
 )
 
-__all__ = ["_fresh_accelerate"]
 
-
-def config(overlap: str = "commit") -> dict[str, Any]:
+def config(overlap: str) -> dict[str, Any]:
     return {
         "parameters": {"enabled": True, "min_size": 1},
         "activations": {"min_size": 1},
@@ -36,7 +33,7 @@ def config(overlap: str = "commit") -> dict[str, Any]:
     }
 
 
-def streaming(overlap: str = "commit") -> Any:
+def streaming(overlap: str) -> Any:
     return strategy_class(FAMILIES[0])(config=config(overlap))
 
 
@@ -59,56 +56,48 @@ def test_lightning_accumulates_clips_validates_and_resumes_the_same(
 def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> None:
     away: list[int] = []
 
-    def module() -> Any:
-        class Late(type(make_module(pl))):  # type: ignore[misc]
-            def configure_model(self) -> None:
-                if isinstance(self.net, nn.Identity):
-                    torch.manual_seed(5)
-                    self.net = tiny_model()
+    class Late(type(make_module(pl))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Identity()
 
-            def on_fit_start(self) -> None:
-                away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
+        def configure_model(self) -> None:
+            if isinstance(self.net, nn.Identity):
+                torch.manual_seed(5)
+                self.net = tiny_model()
 
-        late = Late()
-        late.net = nn.Identity()
-        return late
+        def on_fit_start(self) -> None:
+            away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
 
-    options = {"max_steps": 6}
-    plain = fit(pl, tmp_path, module=module(), **options)
-    strategies = [streaming("eager") for _ in range(2)]
-    streamed = fit(pl, tmp_path, strategies[0], module=module(), **options)
+    plain = fit(pl, tmp_path, module=Late(), max_steps=6)
+    streamed = fit(pl, tmp_path, streaming("eager"), Late(), max_steps=6)
     assert away[0] == 0 < away[1]
     assert_same(streamed, plain)
-    again = fit(pl, tmp_path, strategies[1], module=streamed.module, **options)
+    again = fit(pl, tmp_path, streaming("eager"), streamed.module, max_steps=6)
     assert len(again.losses) == 12
-    strategies[1]._close_engine()
+    again.trainer.strategy._close_engine()
 
 
-def test_lightning_fills_an_empty_module_and_closes_the_engine_of_one_that_is_not_trained(
-    pl: Any, tmp_path: Path
-) -> None:
-    strategy = streaming("eager")
-    trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
-    with trainer.init_module(empty_init=True):
-        module = make_module(pl)
-    assert all(parameter.is_meta for parameter in module.parameters())
-    trainer.fit(module, batches())
-    assert not any(parameter.is_meta for parameter in module.parameters())
-    assert len(module.losses) == 3
-    strategy._close_engine()
-    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
-
-    strategy = streaming()
-    trainer = make_trainer(pl, tmp_path, strategy)
-    with trainer.init_module():
-        module = make_module(pl)
-    engine = strategy.offload_engine
-    del trainer, strategy
-    engine.close()
-    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+def test_lightning_fills_an_empty_module_and_closes_its_engine(pl: Any, tmp_path: Path) -> None:
+    for empty in (True, False):
+        strategy = streaming("eager")
+        trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
+        with trainer.init_module(empty_init=empty):
+            module = make_module(pl)
+        assert all(parameter.is_meta for parameter in module.parameters()) is empty
+        engine = strategy.offload_engine
+        if empty:
+            trainer.fit(module, batches())
+            assert len(module.losses) == 3
+            engine = strategy.offload_engine
+        del trainer, strategy
+        engine.close()
+        for parameter in module.parameters():
+            assert type(parameter) is nn.Parameter
+            assert torch.isfinite(parameter).all()
 
 
-def test_accelerate_fills_an_empty_model(tmp_path: Path) -> None:
+def test_accelerate_fills_an_empty_model() -> None:
     with init_empty_weights():
         model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

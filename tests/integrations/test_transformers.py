@@ -26,11 +26,7 @@ from transformers.integrations import MLflowCallback
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tests.integrations.accelerate_runs import _fresh_accelerate
-from tests.integrations.lightning_runs import assert_equal
-from tests.integrations.support import OFFLOAD_ALL
-
-__all__ = ["_fresh_accelerate"]
+from tests.integrations.lightning_runs import assert_equal, parameters_of
 
 
 def tokens(rows: int) -> list[dict[str, torch.Tensor]]:
@@ -65,7 +61,7 @@ Numbers = tuple[list[float], list[torch.Tensor]]
 def numbers(trainer: Trainer) -> Numbers:
     """All losses that were logged, and the weights."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+    return losses, parameters_of(trainer.model)
 
 
 def train_twice_and_resume(root: Path) -> list[Numbers]:
@@ -115,9 +111,7 @@ def shrink_and_train(root: Path) -> list[Numbers]:
 
 
 @pytest.mark.parametrize("train", [train_twice_and_resume, train_compiled, shrink_and_train])
-def test_the_trainer_is_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
-) -> None:
+def test_training_is_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any) -> None:
     plain = train(tmp_path / "plain")
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
     for ours, theirs in zip(train(tmp_path / "offloaded"), plain, strict=True):
@@ -125,7 +119,6 @@ def test_the_trainer_is_identical(
         assert_equal(ours[1], theirs[1])
 
 
-# ---------------------------------------------------------------------- who sees the metrics
 WRITTEN = "offload/optimizer/written_bytes"
 
 
@@ -147,28 +140,34 @@ def mlflow_reporter() -> Any:
     return callback
 
 
-@pytest.mark.parametrize("before_the_others", [True, False])
+@pytest.mark.parametrize(
+    ("before_the_others", "active", "every"),
+    [(True, "1", 2), (False, "1", 2), (False, "1", 0), (False, "0", 1)],
+)
 def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     before_the_others: bool,
+    active: str,
+    every: int,
 ) -> None:
     plain = make_trainer(tmp_path, max_steps=5)
     plain.train()
-    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(OFFLOAD_ALL))
-    monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", "2")
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", active)
+    monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", str(every))
     capsys.readouterr()
     trainer, reporter, own = make_trainer(tmp_path, max_steps=5), mlflow_reporter(), Seen()
     place = 0 if before_the_others else len(trainer.callback_handler.callbacks)
     trainer.callback_handler.callbacks[place:place] = [reporter, own]
     trainer.train()
-    calls = reporter._ml_flow.log_metrics.call_args_list
-    ours = [call.kwargs["step"] for call in calls if WRITTEN in call.kwargs["metrics"]]
-    assert ours == [1, 3, 5]
+    calls = [call.kwargs for call in reporter._ml_flow.log_metrics.call_args_list]
     assert len(calls) == 5 + 1  # one for each step, and the summary
-    assert all(set(call.kwargs["metrics"]) & {"loss", "train_loss"} for call in calls)
+    assert all(call["metrics"].keys() & {"loss", "train_loss"} for call in calls)
+    reported = [call["step"] for call in calls if WRITTEN in call["metrics"]]
+    assert reported == ([1, 3, 5] if active == "1" and every == 2 else [])
+    ours = [key for call in calls for key in call["metrics"] if key.startswith("offload/")]
+    assert bool(ours) is bool(reported)
     # All else is as without offload.
     assert any(isinstance(one, PrinterCallback) for one in trainer.callback_handler.callbacks)
     assert "'loss'" in (printed := capsys.readouterr().out)
@@ -180,24 +179,7 @@ def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
     assert numbers(trainer)[0] == numbers(plain)[0]
 
 
-@pytest.mark.parametrize("active", ["0", "1"])
-def test_a_trainer_reports_nothing_of_ours_without_offload_or_if_that_is_switched_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, active: str
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", active)
-    monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", "0" if active == "1" else "1")
-    trainer, reporter = make_trainer(tmp_path, max_steps=2), mlflow_reporter()
-    trainer.add_callback(reporter)
-    trainer.train()
-    calls = reporter._ml_flow.log_metrics.call_args_list
-    assert calls
-    assert not any("offload/" in key for call in calls for key in call.kwargs["metrics"])
-
-
-# ---------------------------------------------------------------------- others who offload
-
-
-def test_checkpoints_that_offload_are_refused_before_training(
+def test_checkpoints_that_offload_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
@@ -211,9 +193,7 @@ def test_checkpoints_that_offload_are_refused_before_training(
     OffloadEngine().attach(model)
 
 
-def test_the_activation_offload_of_trl_is_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_activation_offload_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     offloading = pytest.importorskip("trl.models.activation_offloading")
     # Without an accelerator TRL cannot even begin; the CPU is one as far as it looks here.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))

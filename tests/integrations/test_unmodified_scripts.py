@@ -13,14 +13,17 @@ import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.accelerate_cli import main
+from accelerate.commands.config.config_args import load_config_from_file
 
-from offload_strategy import OffloadConfig
+from offload_strategy import ConfigError, OffloadConfig
 from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.integrations.support import python, succeeded, tensorboard_scalars
 
@@ -30,7 +33,6 @@ SHIPPED = ROOT / "configs" / "accelerate" / "offload.yaml"
 DOCUMENT = ROOT / "docs" / "training_scripts.md"
 TABLE_VARIABLE = "SSD_OFFLOAD_SCRIPTS_TABLE"
 
-SECTION: dict[str, Any] = {"activations": {"min_size": "1KiB", "budget": "100%"}}
 LAUNCHED = "`accelerate launch --config offload.yaml`"
 CHANGES = {
     "transformers_trainer.py": LAUNCHED,
@@ -40,19 +42,13 @@ CHANGES = {
     "accelerate_loop.py": LAUNCHED,
     "lightning_cli.py": "`--trainer.strategy=ssd_offload`",
 }
-NEEDS = (
-    "accelerate", "datasets", "jsonargparse", "lightning", "peft", "tensorboard", "transformers",
-    "trl", "wandb",
-)  # fmt: skip
+NEEDS = ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb")
 REPORTING = ("transformers_trainer.py", "trl_sft.py")
 REPORT = ["--report_to", "tensorboard", "wandb"]
 WRITTEN = "offload/optimizer/written_bytes"
 RATES = {
-    "offload/bandwidth/read_GBps",
-    "offload/bandwidth/write_GBps",
-    "offload/waits/activations_share",
-    "offload/waits/optimizer_share",
-    "offload/waits/parameters_share",
+    *(f"offload/bandwidth/{way}_GBps" for way in ("read", "write")),
+    *(f"offload/waits/{part}_share" for part in ("activations", "optimizer", "parameters")),
 }
 GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier", "waits"}
 
@@ -62,16 +58,15 @@ Results = Mapping[str, Mapping[str, Any]]
 def run_all(home: Path) -> Results:
     """What the scripts printed and moved; one process, as most of the time goes into imports."""
     shipped = yaml.safe_load(SHIPPED.read_text())
-    section = shipped["ssd_offload_config"]
-    for name, options in SECTION.items():  # tiny models have little that is worth to be moved
-        section[name] = {**section.get(name, {}), **options}
+    # Tiny models have little that is worth to be moved.
+    shipped["ssd_offload_config"]["activations"] |= {"min_size": "1KiB", "budget": "100%"}
     (home / "offload.yaml").write_text(yaml.safe_dump(shipped))
-    runs = {
-        str(SCRIPTS / name): ([], REPORT if name in REPORTING else [])
-        if change == LAUNCHED
-        else (["fit"], [change.strip("`")])
-        for name, change in CHANGES.items()
-    }
+    runs: dict[str, tuple[list[str], list[str]]] = {}
+    for name, change in CHANGES.items():
+        launched = [], REPORT if name in REPORTING else []
+        runs[str(SCRIPTS / name)] = (
+            launched if change == LAUNCHED else (["fit"], [change.strip("`")])
+        )
     variables = {
         "SSD_OFFLOAD_METRICS_EVERY": "3",
         "TENSORBOARD_LOGGING_DIR": str(home / "board"),
@@ -86,9 +81,7 @@ def run_all(home: Path) -> Results:
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_losses_and_weights_are_identical_and_bytes_move_as_the_document_says(
-    tmp_path: Path,
-) -> None:
+def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path: Path) -> None:
     for package in NEEDS:
         pytest.importorskip(package)
     results = run_all(tmp_path)
@@ -156,21 +149,15 @@ def wandb_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def test_the_scripts_mention_nothing_of_ours() -> None:
     for script in CHANGES:
-        imports = [
-            line
-            for line in (SCRIPTS / script).read_text().splitlines()
-            if line.lstrip().startswith(("import ", "from "))
-        ]
+        lines = (SCRIPTS / script).read_text().splitlines()
+        imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
         assert imports
-        assert not any("offload" in line for line in imports)
+        assert "offload" not in "".join(imports)
 
 
 def table(results: Results) -> str:
     """The results as the table of the document."""
-    lines = [
-        "| script | change | losses | activations moved | states moved |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| script | change | losses | activations moved | states moved |", "|---" * 5 + "|"]
     for script, change in CHANGES.items():
         offloaded, plain = results[script]["offloaded"], results[script]["plain"]
         same = offloaded["losses"] == plain["losses"] and offloaded["weights"] == plain["weights"]
@@ -181,8 +168,147 @@ def table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_launch_file_of_the_package_is_one_that_the_launcher_takes() -> None:
-    variables = environment_for(str(SHIPPED))
-    given = yaml.safe_load(SHIPPED.read_text())["ssd_offload_config"]
-    assert OffloadConfig.load(variables["SSD_OFFLOAD_CONFIG"]) == OffloadConfig.load(given)
+# ---------------------------------------------------------------------- the launch file
+
+SECTION = {"activations": {"min_size": "1KiB"}}
+
+# What a script is given, without the seconds that importing torch takes.
+GIVEN = """
+import json, os, sys
+names = ("ACCELERATE_USE_SSD_OFFLOAD", "SSD_OFFLOAD_CONFIG")
+print(json.dumps([sys.argv[1:], [os.environ.get(name) for name in names]]))
+"""
+
+
+def launch_file(home: Path, name: str, **more: Any) -> Path:
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+    path = home / name
+    path.write_text(yaml.safe_dump({**content, "num_processes": 1, "num_machines": 1, **more}))
+    return path
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The console script `accelerate launch`, in this process; the script has one of its own."""
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", *arguments])
+    main()
+
+
+@pytest.mark.parametrize(
+    ("options", "active"),
+    [
+        (["--config_file", "plain.yaml"], False),
+        (["--config_file", "offload.yaml"], True),
+        (["--config", "offload.yaml"], True),
+        (["--num_processes", "1", "--config=presets/by_path.yaml"], True),
+    ],
+    ids=["plain", "config_file", "config", "config="],
+)
+def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    active: bool,
+) -> None:
+    (home / "given.py").write_text(GIVEN)
+    (home / "presets").mkdir()
+    launch_file(home, "plain.yaml")
+    launch_file(home, "offload.yaml", ssd_offload_config=SECTION)
+    (home / "presets" / "own.yaml").write_text(yaml.safe_dump(SECTION))
+    launch_file(home / "presets", "by_path.yaml", ssd_offload_config="own.yaml")
+    outer = {"optimizer": {"enabled": False}}
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(outer))
+    own = ["--config", "of the script", "--config_file=its"]
+    launch(monkeypatch, *options, "given.py", *own)
+    arguments, (switch, config) = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert arguments == own
+    assert switch == ("true" if active else None)
+    assert json.loads(config) == (SECTION if active else outer)
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "message"),
+    [
+        ({"optimzer": {}}, {}, "did you mean 'optimizer'?"),
+        ("no-such-preset", {}, "'no-such-preset' is neither a file that exists nor a preset"),
+        (SECTION, {"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM"),
+    ],
+    ids=["typo", "preset", "megatron"],
+)
+def test_a_wrong_section_is_refused_before_the_script_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch, section: Any, more: dict[str, Any], message: str
+) -> None:
+    launch_file(home, "offload.yaml", ssd_offload_config=section, **more)
+    (home / "train.py").write_text("open('started', 'w').close()")
+    with pytest.raises(SystemExit) as ended:
+        launch(monkeypatch, "--config", "offload.yaml", "train.py")
+    assert not (home / "started").exists()
+    # Python prints it, and exits with status 1.
+    for part in ("accelerate launch:", message, "offload.yaml", "ssd_offload_config"):
+        assert part in str(ended.value.code)
+
+
+def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> None:
+    for name, more in (("offload", {"ssd_offload_config": SECTION}), ("plain", {})):
+        path = launch_file(tmp_path, f"{name}.yaml", **more)
+        load_config_from_file(str(path)).to_yaml_file(str(path))
+        rewritten = yaml.safe_load(path.read_text())
+        assert rewritten.get("ssd_offload_config", "none") == more.get("ssd_offload_config", "none")
+    typo = launch_file(tmp_path, "typo.yaml", ssd_ofload_config=SECTION)
+    with pytest.raises(ValueError, match="ssd_ofload_config"):
+        load_config_from_file(str(typo))
+
+
+@pytest.mark.parametrize("distributed", ["NO", "DEEPSPEED", "MULTI_CPU", "FSDP"])
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_launch_files_are_yaml_or_json_and_may_name_several_processes(
+    tmp_path: Path, distributed: str, suffix: str
+) -> None:
+    path = tmp_path / f"offload.{suffix}"
+    write: Any = json.dumps if suffix == "json" else yaml.safe_dump
+    path.write_text(write({"distributed_type": distributed, "ssd_offload_config": SECTION}))
+    assert load_config_from_file(str(path)).ssd_offload_config == SECTION
+    variables = environment_for(str(path))
+    assert json.loads(variables["SSD_OFFLOAD_CONFIG"]) == SECTION
     assert variables["ACCELERATE_USE_SSD_OFFLOAD"] == "true"
+
+
+def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
+    path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=None)
+    assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"
+    for plain in (None, str(launch_file(tmp_path, "plain.yaml"))):
+        assert environment_for(plain) == {}
+
+
+def test_processes_on_the_cpu_get_the_settings_of_an_allocator_that_leaves_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for version, given in (("glibc 2.39", False), ("musl 1.2", False), ("glibc 2.36", True)):
+        monkeypatch.setattr("os.confstr", lambda _, version=version: version)
+        assert ("GLIBC_TUNABLES" in environment_for(path)) is given
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert "GLIBC_TUNABLES" not in environment_for(path), "the user's own come first"
+
+
+def test_each_rank_puts_its_number_into_the_paths(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"name": "own", "kind": "ssd", "path": "/dev/nvme${LOCAL_RANK}n1"}
+    both = {"name": "both", "kind": "ssd", "path": ["$ROOM/$RANK", "$ROOM/$LOCAL_RANK"]}
+    section = {"tiers": [own, both]}
+    paths = {
+        kind: str(launch_file(home, kind, distributed_type=kind, ssd_offload_config=section))
+        for kind in ("NO", "MULTI_GPU")
+    }
+    monkeypatch.setenv("ROOM", str(home))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK\}?, which is not set"):
+        environment_for(paths["NO"])
+    given = environment_for(paths["MULTI_GPU"])["SSD_OFFLOAD_CONFIG"]
+    monkeypatch.delenv("ROOM")  # the launcher's, and expanded there
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    expected = [[Path("/dev/nvme1n1")], [home / "5", home / "1"]]
+    assert [tier.paths for tier in OffloadConfig.load(given).tiers] == expected

@@ -24,7 +24,6 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 ACTIVE = "ACCELERATE_USE_SSD_OFFLOAD"
-VERBS = ("written", "forwarded")
 
 engines: list[Any] = []
 
@@ -62,8 +61,8 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         engine = engines.pop()
         engine.close()
         for client in moved:
-            written = (engine.at_the_end[f"offload/{client}/{verb}_bytes"] for verb in VERBS)
-            moved[client] += sum(written)
+            for verb in ("written", "forwarded"):
+                moved[client] += engine.at_the_end[f"offload/{client}/{verb}_bytes"]
     del variables
     forget_accelerator()
     return {

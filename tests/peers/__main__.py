@@ -42,26 +42,23 @@ Outcomes = dict[str, dict[str, Any]]
 
 def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> Outcomes:
     """Run the tests of a folder in a process, or only some; return what came of each."""
-    name, checkout = options.peer, options.checkout
     how = "with" if offloads else "without"
     kept = options.keep and options.keep / f"{tests.strip('/').replace('/', '-')}-{how}.json"
     if kept and kept.exists():
         known: Outcomes = json.loads(kept.read_text())
         return known
-    peer = PEERS[name]
-    folder = checkout / peer.folder
+    peer = PEERS[options.peer]
     with tempfile.TemporaryDirectory(prefix="peer-") as home:
         results, disk = Path(home, "results"), Path(home, "disk")
         results.touch()
         disk.mkdir()
-        paths = [str(HERE), str(HERE.parent.parent), *options.path]
         environment = {
             **os.environ,
             **peer.variables,
-            "PEER": name,
+            "PEER": options.peer,
             "PEER_OFFLOADS": str(int(offloads)),
             "PEER_RESULTS": str(results),
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent), *options.path]),
             "SSD_OFFLOAD_CACHE": "",
             "SSD_OFFLOAD_CONFIG": json.dumps(CONFIG),
             "SSD_OFFLOAD_DIR": str(disk),
@@ -70,30 +67,30 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
             "HF_HOME": str(Path(home, "hugging-face")),
             "HF_DATASETS_CACHE": str(Path(home, "datasets")),
         }
-        plugins = "-p offload_by_default -p no:cacheprovider -p no:xdist"
-        arguments = ["-q", "--continue-on-collection-errors", *plugins.split()]
+        plugins = "-p peers -p no:cacheprovider -p no:xdist"
+        arguments = [f"--basetemp={home}/temporary", f"--timeout={options.timeout}", *peer.options]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *(only or [tests]), *arguments, *peer.options,
-             f"--basetemp={home}/temporary", f"--timeout={options.timeout}"],
-            cwd=folder, env=environment, capture_output=True, text=True, check=False,
+            [sys.executable, "-m", "pytest", *(only or [tests]), *plugins.split(), *arguments,
+             "-q", "--continue-on-collection-errors"],
+            cwd=options.checkout / peer.folder, env=environment, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
-        outcomes: Outcomes = {}
-        for line in results.read_text().splitlines():
-            note = json.loads(line)
-            outcomes[note["test"]] = note
+        notes = map(json.loads, results.read_text().splitlines())
+        outcomes: Outcomes = {note["test"]: note for note in notes}
         left = sorted(path.name for path in disk.iterdir())
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(outcomes))
-    print(
-        f"{tests} {how} offload: {dict(Counter(o['outcome'] for o in outcomes.values()))}",
-        flush=True,
-    )
+    print(f"{tests} {how} offload: {counts(outcomes)}", flush=True)
     if done.returncode not in (0, 1) or not outcomes:
         print("\n".join(done.stdout.splitlines()[-15:]), done.stderr[-2000:], sep="\n")
     if left:
         print(f"left on the disk: {left}")
     return outcomes
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    return dict(Counter(note["outcome"] for note in outcomes.values()))
 
 
 def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
@@ -114,20 +111,11 @@ def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
         "other losses": [t for t in trained if differs(without[t], with_offload[t])],
         "trained in both": len(trained),
         "of these, offloaded": sum(bool(with_offload[t].get("moved")) for t in trained),
-        "counts without": dict(Counter(note["outcome"] for note in without.values())),
-        "counts with": dict(Counter(note["outcome"] for note in with_offload.values())),
+        "counts without": counts(without),
+        "counts with": counts(with_offload),
         "only fail with": failing(without, with_offload),
         "only fail without": failing(with_offload, without),
     }
-
-
-def table(results: dict[str, Any]) -> str:
-    """The tests that only fail with offload, as a table of Markdown."""
-    rows = [
-        f"| `{note['test']}` | {note.get('error') or note['outcome']} |"
-        for note in results["only fail with"]
-    ]
-    return "\n".join(["| test | last line of the error |", "|---|---|", *rows])
 
 
 def main() -> None:
@@ -148,14 +136,10 @@ def main() -> None:
     folders = options.tests or peer.tests
     peer.prepare(options.checkout / peer.folder)
     outcomes: dict[bool, Outcomes] = {False: {}, True: {}}
+    jobs = list(product(folders, (True,) if options.quick else (False, True)))
     with ThreadPoolExecutor(options.processes) as pool:
-        if options.quick:
-            jobs = [(folder, True) for folder in folders]
-        else:
-            jobs = list(product(folders, (False, True)))
-        for (folder, offloads), found in zip(
-            jobs, pool.map(lambda job: run(*job, options), jobs), strict=True
-        ):
+        runs = pool.map(lambda job: run(*job, options), jobs)
+        for (folder, offloads), found in zip(jobs, runs, strict=True):
             outcomes[offloads] |= found
             failed = [test for test, note in found.items() if note["outcome"] in ("failed", "died")]
             if options.quick and failed:
@@ -171,7 +155,9 @@ def main() -> None:
     }
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1))
-    print(table(results))
+    print("| test | last line of the error |", "|---|---|", sep="\n")
+    for note in results["only fail with"]:
+        print(f"| `{note['test']}` | {note.get('error') or note['outcome']} |")
     for name in ("counts without", "counts with", "trained in both", "of these, offloaded"):
         print(f"{name}: {results[name]}")
     print(f"other losses: {results['other losses']}")

@@ -1,13 +1,21 @@
 """The projects whose own tests we run, with our package switched on in their processes.
 
-Another project is one entry of `PEERS`, and a function that switches the package on.
+Another project is one entry of `PEERS`, and a function that switches the package on. In a process
+of its tests, this is also a plugin of pytest, which notes what came of each test. The losses of all
+backward passes of a test are noted as one digest: with offload they must be the same, whatever the
+test itself asserts. Random numbers are seeded before each test.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
+import random
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+import torch
 from stand_ins import for_peft, for_trl
 
 HERE = Path(__file__).parent
@@ -94,7 +104,6 @@ def loops(module: str, *names: str) -> None:
     Each optimizer of these classes is attached when it is made, and each module at its first
     forward pass with gradients, to the engine that has an optimizer of its parameters, if one has.
     """
-    import torch
     from torch.utils.weak import WeakIdKeyDictionary
 
     from offload_strategy import OffloadEngine
@@ -207,3 +216,68 @@ PEERS = {
         prepare=for_peft,
     ),
 }
+
+_process = os.getpid()
+_losses: list[str] = []
+_moved: Counter[str] = Counter()
+
+
+def _count_moves() -> None:
+    """Count the bytes of each test that were written or read: did anything leave?"""
+    from offload_strategy.telemetry import Recorder
+
+    finished = Recorder.move_finished
+
+    def counting(self: Any, record: Any, *, completed: bool) -> None:
+        _moved[record.client] += record.nbytes * completed
+        finished(self, record, completed=completed)
+
+    Recorder.move_finished = counting  # type: ignore[method-assign]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything of the peer runs."""
+    config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; a test runs once here")
+    if os.environ["PEER_OFFLOADS"] == "1":
+        PEERS[os.environ["PEER"]].offload()
+        _count_moves()
+    backward = torch.Tensor.backward
+
+    def noting(self: torch.Tensor, *args: Any, **options: Any) -> None:
+        _losses.append(repr(self.detach().double().flatten().tolist()))
+        backward(self, *args, **options)
+
+    torch.Tensor.backward = noting  # type: ignore[assignment,method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin with the same random numbers, with offload and without."""
+    _losses.clear()
+    _moved.clear()
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note what will run: a process that dies has no reports of the rest."""
+    _note(*({"test": item.nodeid, "outcome": "died"} for item in session.items))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the outcome; of a later phase, if that has failed."""
+    if report.when == "call" or report.outcome != "passed":
+        lines = report.longreprtext.strip().splitlines() if report.failed else []
+        errors = [line[2:].strip() for line in lines if line.startswith("E  ")]
+        note: dict[str, Any] = {"test": report.nodeid, "outcome": report.outcome}
+        note |= {"when": report.when, "error": (errors or lines or [""])[-1][:300]}
+        digest = hashlib.sha256("".join(_losses).encode()).hexdigest()[:16]
+        _note({**note, "losses": len(_losses), "digest": digest, "moved": dict(_moved)})
+
+
+def _note(*notes: dict[str, Any]) -> None:
+    if os.getpid() == _process:  # not in forked children
+        with open(os.environ["PEER_RESULTS"], "a") as results:
+            results.writelines(f"{json.dumps(note)}\n" for note in notes)
