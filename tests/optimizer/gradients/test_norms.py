@@ -1,7 +1,8 @@
-"""Norms of offloaded gradients, cached in advance or not, and the check for overflow."""
+"""Norms of offloaded gradients, unscaling them, and which recorded edits are equal."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.optimizer.gradients.gradient_backing import has_overflow, norm_of
+from offload_strategy.optimizer.gradients.gradient_backing import norm_of
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
+from offload_strategy.optimizer.gradients.recorded_edits import UNSCALE, Edit, EditHistory
 from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     DTYPES,
+    LAYOUTS,
     MakePair,
     assert_same,
     forbid_loading,
     gradient,
 )
-from tests.optimizer.gradients.test_offloaded_gradient import EVERY_PAIR
 
 ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
 NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
@@ -34,19 +36,11 @@ NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
 }
 
 
-@EVERY_PAIR
 def test_norms_are_those_of_the_plain_gradient_and_can_be_cached_in_advance(
-    pair_of: MakePair,
-    dtype: torch.dtype,
-    layout: str,
-    prepared: str,
-    monkeypatch: pytest.MonkeyPatch,
+    prepared_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = gradient(dtype, layout, shape=(131, 77))
     for order in ORDERS:
-        first, second = pair_of(values), pair_of(values)
-        for pair in (first, second):
-            pair.same(PREPARED[prepared])
+        first, second = prepared_pair((131, 77)), prepared_pair((131, 77))
         for norm in NORMS.values():
             result = first.same(lambda g, norm=norm, order=order: norm(g, order))
             assert type(result) is torch.Tensor
@@ -115,23 +109,24 @@ def test_a_norm_of_values_changed_directly_is_not_the_cached_one() -> None:
 
 
 # ---------------------------------------------------------------------- unscaling
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, None], ids=str)
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "largest", "usual"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("prepared", PREPARED)
 def test_unscaling_finds_every_value_that_is_not_finite(
-    pair_of: MakePair, dtype: torch.dtype, prepared: str, bad: float | None
+    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str, value: str
 ) -> None:
-    values = gradient(dtype)
-    if bad is not None:
-        values[30, 20] = bad
-    pair = pair_of(values)
-    pair.same(PREPARED[prepared])
-    found = pair.same(lambda g: unscaled(g, 0.25))
-    # Clamping takes infinities away.
-    clamped = prepared == "with steps" and bad == -torch.inf
-    assert found == float(bad is not None and not clamped)
-    pair.check()
-    assert not pair.edited
+    for place in ((0, 0), (30, 20), (-1, -1)):
+        values = gradient(dtype, layout)
+        if value != "usual":
+            values[place] = torch.finfo(dtype).max if value == "largest" else float(value)
+        pair = pair_of(values)
+        pair.same(PREPARED[prepared])
+        found = pair.same(lambda g: unscaled(g, 0.25))
+        # Clamping takes negative infinity away.
+        assert found == (value in ("inf", "nan") or (value, prepared) == ("-inf", "as it came"))
+        pair.check()
+        assert not pair.edited
 
 
 def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
@@ -158,59 +153,76 @@ def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
     assert silent.same(lambda g: unscaled(g, 0.5)) == 1
 
 
-# ---------------------------------------------------------------------- the check in one pass
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-EXPONENT_BITS = {torch.float64: 11, torch.float32: 8, torch.float16: 5, torch.bfloat16: 8}
+# ---------------------------------------------------------------------- recorded edits
+aten = torch.ops.aten
+MUL = aten.mul_.Tensor
+Arguments = tuple[Any, ...]
 
 
-def _special_values(dtype: torch.dtype) -> list[torch.Tensor]:
-    """From their bits, as a signalling NaN would not survive a conversion."""
-    width = 8 * dtype.itemsize
-    mantissa_bits = width - 1 - EXPONENT_BITS[dtype]
-    mantissa = (1 << mantissa_bits) - 1
-    infinity = ((1 << EXPONENT_BITS[dtype]) - 1) << mantissa_bits
-    finite = (0, 1, mantissa, 1 << mantissa_bits, infinity - 1)
-    nan = (infinity | 1, infinity | mantissa >> 1, infinity | 1 << (mantissa_bits - 1))
-    bits = [*finite, infinity, *nan, infinity | mantissa]
-    bits += [each - (1 << (width - 1)) for each in bits]  # the sign bit
-    # Finite in fp32 and bf16, though its square is not; infinite in fp16.
-    large = torch.tensor([1e30]).to(dtype)
-    return [*torch.tensor(bits, dtype=INTEGERS[dtype.itemsize]).view(dtype).split(1), large]
+def edit(op: Any, *arguments: Any, dtype: torch.dtype = torch.float32) -> Edit:
+    return Edit.of(op, arguments, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", EXPONENT_BITS, ids=str)
-def test_every_special_value_gets_torchs_verdict_wherever_it_is(dtype: torch.dtype) -> None:
-    values = _special_values(dtype)
-    verdicts = [bool(value.isinf() | value.isnan()) for value in values]
-    assert sum(verdicts) == 10 + (dtype is torch.float16)
-    assert not has_overflow(torch.zeros(3, 0, dtype=dtype).t())
-    for size in (1, 2, 7, 16, 33, 65, 1000):
-        tensor = torch.randn(size).to(dtype)
-        assert not has_overflow(tensor)
-        for position in range(0, size, max(1, size // 40)):
-            before = tensor[position].clone()
-            for value, verdict in zip(values, verdicts, strict=True):
-                tensor[position] = value[0]
-                assert has_overflow(tensor) == verdict, f"{value} at {position} of {size}"
-            tensor[position] = before
+def history(*edits: Arguments) -> EditHistory:
+    return EditHistory(tuple(edit(*each) for each in edits))
 
 
-@pytest.mark.parametrize("layout", ["dense", "permuted", "with gaps"])
-def test_any_layout_in_memory_without_a_copy_of_dense_ones(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    aminmax = torch.aminmax
-    monkeypatch.setattr(torch, "aminmax", lambda v: (seen.append(v.is_contiguous()), aminmax(v))[1])
-    # So large that the work is split over threads.
-    tensor = torch.randn(303, 50, 67)
-    view = {"dense": tensor, "permuted": tensor.permute(2, 0, 1), "with gaps": tensor[:, 1::2]}
-    inside = view[layout]
-    assert not has_overflow(inside)
-    for share in (0.0, 0.3, 0.5, 1.0):
-        place = tuple(int(share * (size - 1)) for size in inside.shape)
-        before = inside[place].clone()
-        inside[place] = torch.nan
-        assert has_overflow(inside), place
-        inside[place] = before
-    assert all(seen) == (layout != "with gaps")
+_MORE_THAN_ONE = math.nextafter(1.0, 2.0)
+_FACTORS = [0.3, 0.0, -0.0, 2, 2.0, math.nan, _MORE_THAN_ONE]
+_TENSORS = [torch.tensor(0.3, dtype=d) for d in (torch.float16, torch.float32, torch.float64)]
+EDITS: list[Arguments] = [
+    *((MUL, factor) for factor in _FACTORS),
+    *((MUL, factor) for factor in _TENSORS),
+    (MUL, torch.tensor(_MORE_THAN_ONE, dtype=torch.float64)),
+    (aten.div_.Tensor, 0.3),
+    (aten._foreach_mul_.Scalar, 0.3),
+    (aten._foreach_mul_.ScalarList, 0.3),
+    (aten._foreach_mul_.Tensor, torch.tensor(0.3)),
+    (aten._foreach_div_.Scalar, 0.3),
+    (aten.clamp_.default, -1.0, 1.0),
+    (aten.clamp_.default, None, 1.0),
+    (aten._foreach_clamp_min_.Scalar, -0.5),
+    (UNSCALE, torch.tensor(0.3)),
+]
+IDENTITIES: list[Arguments] = [
+    *((MUL, factor) for factor in (1, 1.0, torch.tensor(1.0))),
+    (aten.div_.Tensor, 1.0),
+    (aten._foreach_mul_.Tensor, torch.tensor(1.0)),
+    (UNSCALE, torch.tensor([1.0])),
+]
+
+
+def test_a_history_equals_only_itself() -> None:
+    one, other = EDITS[0], EDITS[-4]
+    edits = [*((each,) for each in EDITS), (one, other), (other, one), (one, one)]
+    histories = [history(*each) for each in edits]
+    for index, mine in enumerate(histories):
+        assert mine
+        assert mine != "something else"
+        for other_index, theirs in enumerate(histories):
+            assert (mine == theirs) == (index == other_index), (edits[index], edits[other_index])
+        assert hash(history(*edits[index])) == hash(mine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_edits_that_change_nothing_do_not_count(dtype: torch.dtype) -> None:
+    for identity in IDENTITIES:
+        assert not history(identity)
+        assert history(EDITS[0], identity) == history(EDITS[0])
+        assert hash(history(identity)) == hash(EditHistory())
+        # And they do not: neither zeros nor subnormal numbers.
+        before = gradient(dtype)
+        before.view(-1)[6:8] = torch.tensor([torch.inf, -torch.inf])
+        after = before.clone()
+        edit(*identity).apply_(after)
+        assert_same(after, before)
+
+
+def test_where_subnormal_numbers_are_flushed_times_one_counts() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        flushing = history((MUL, 1.0))
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushing
