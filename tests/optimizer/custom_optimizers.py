@@ -1,4 +1,4 @@
-"""Optimizers outside of torch: one that is supported, and many that are not, with the reasons."""
+"""Optimizers outside of torch: some are supported, and many are not, for the reasons given."""
 
 from __future__ import annotations
 
@@ -11,29 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
-
-
-class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023), with a state for each parameter."""
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
-                    self.state[p] = {"momentum": torch.zeros_like(p), "history": []}
-                state = self.state[p]
-                momentum = state["momentum"]
-                p.add_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])
-                momentum.lerp_(p.grad, 1 - second)
-                # What ran ahead and is dropped must leave no trace in mutable states, either.
-                state["history"].append(float(momentum.sum()))
 
 
 class Bytes(torch.Tensor):
@@ -167,6 +144,8 @@ class Twisted(Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     state["step"] = state.get("step", 0) + 1
+                    # What ran ahead and is dropped must leave no trace in mutable states, either.
+                    state.setdefault("history", []).append(state["step"])
                     state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
                     twisted = self.twist(self, group, p, state)
                     p.sub_(p.grad - (0.0 if twisted is None else twisted), alpha=group["lr"])

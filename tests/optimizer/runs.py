@@ -22,7 +22,7 @@ from offload_strategy.optimizer.overlap import overlap_modes
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
-from tests.optimizer.custom_optimizers import Lion, twisted
+from tests.optimizer.custom_optimizers import Twisted, twisted
 from tests.training import Numbers, assert_same_history, bits, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -203,7 +203,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW groups": _of(optim.AdamW, 1e-2, in_groups=True),
     "SGD": _of(optim.SGD, 0.1),
     "SGD momentum": _of(optim.SGD, 0.1, momentum=0.9),
-    "SGD momentum fused": _of(optim.SGD, 0.1, momentum=0.9, fused=True),
     "SGD groups, maximize": _of(optim.SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
     "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
     "Adamax foreach groups": _of(optim.Adamax, 1e-2, in_groups=True, foreach=True),
@@ -213,7 +212,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "ASGD": _of(optim.ASGD, 1e-2, t0=2),
     "Adafactor": _of(optim.Adafactor, 1e-2),
     "Muon": lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
-    "of somebody else's": _of(Lion, 1e-2),
+    "of somebody else's": _of(Twisted),
     "that changes gradients": _of(twisted(_decay_gradients)),
 }
 adamw = OPTIMIZERS["AdamW fused"]

@@ -21,7 +21,6 @@ from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import (
     QUANTIZED,
     UNSUPPORTED,
-    Lion,
     Twisted,
     coupled,
     noise,
@@ -117,7 +116,7 @@ SIZES: dict[str, Callable[[Any], Optimizer]] = {
     "RMSprop centered": lambda p: RMSprop(p, centered=True),
     "ASGD": ASGD,
     "Adafactor": Adafactor,
-    "Lion": lambda p: Lion(p, 0.1),
+    "of somebody else's": Twisted,
     **QUANTIZED,
 }
 ROUNDED = Precision(state_dtype=torch.bfloat16)

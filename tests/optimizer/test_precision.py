@@ -10,31 +10,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad
 
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, copy_rounded
 from offload_strategy.optimizer.user_class import inner_step
+from tests.optimizer.custom_optimizers import Twisted
 from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, MakeOptimizer, offloading, snapshot
 from tests.training import Numbers, assert_same_bits, bits, in_turn
 
 
-class LateState(SGD):
-    """Adds another state in its second update."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["updates"] = state.get("updates", 0) + 1
-                if state["updates"] == 2:
-                    state["late"] = 2 * weight.detach()
+def _come_late(o: Any, g: Any, p: torch.Tensor, s: Any) -> None:
+    """Add another state in the second update."""
+    if s["step"] == 2:
+        s["late"] = 2 * p.detach()
 
 
 MAKE: dict[str, MakeOptimizer] = {
     **OPTIMIZERS,
     "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
-    "a state that comes late": lambda m: LateState(m.parameters(), 0.01, momentum=0.9),
+    "a state that comes late": lambda m: Twisted(m.parameters(), _come_late),
 }
 MASTERS = {"master_weights": True}
 BFLOAT16 = {"state_dtype": "bfloat16"}
@@ -61,41 +55,38 @@ class Reference:
         self.model = make_model(dtype)
         self.has_masters = "master_weights" in section and dtype.itemsize == 2
         self.rounds = "state_dtype" in section and (self.has_masters or dtype is torch.float32)
-        self.masters = list(self.model.parameters())
+        masters = list(self.model.parameters())
         if self.has_masters:
-            self.masters = [nn.Parameter(p.detach().float()) for p in self.masters]
-        self.optimizer = MAKE[name](nn.ParameterList(self.masters))
+            masters = [nn.Parameter(p.detach().float()) for p in masters]
+        self.pairs = list(zip(self.model.parameters(), masters, strict=True))
+        self.optimizer = MAKE[name](nn.ParameterList(masters))
 
     @torch.no_grad()
     def step(self) -> None:
-        pairs = list(zip(self.model.parameters(), self.masters, strict=True))
-        for parameter, master in pairs:
+        for parameter, master in self.pairs:
             assert parameter.grad is not None
             # Where somebody has changed the weight, it counts; elsewhere the copy has more bits.
             changed = master.to(parameter.dtype) != parameter
             master.data[changed] = parameter[changed].to(master.dtype)
             master.grad = parameter.grad.to(master.dtype)
         self.optimizer.step()
-        for parameter, master in pairs:
+        for parameter, master in self.pairs:
             parameter.copy_(master)
         for state in self.optimizer.state.values() if self.rounds else ():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[name] = value.to(torch.bfloat16).to(value.dtype)
 
-    def numbers(self) -> Numbers:
-        found = snapshot(self.model, gradients=False)
-        for (name, _), master in zip(self.model.named_parameters(), self.masters, strict=True):
-            state = dict(self.optimizer.state[master])
-            if self.has_masters:
-                state[MASTER_WEIGHT] = master.detach()
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{name}.state0.{key}"] = value.clone()
-        return found
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """As of an optimizer of the model's parameters."""
+        states = {p: dict(self.optimizer.state[master]) for p, master in self.pairs}
+        for parameter, master in self.pairs if self.has_masters else ():
+            states[parameter][MASTER_WEIGHT] = master.detach()
+        return states
 
 
-def of(model: nn.Module, optimizer: Optimizer) -> Numbers:
+def of(model: nn.Module, optimizer: Any) -> Numbers:
     return snapshot(model, optimizer, gradients=False)
 
 
@@ -155,10 +146,10 @@ def test_six_steps_of(
                         one[0].weight.data.clamp_(-0.05, 0.05)
                 for one, its in ((reference.model, reference), (model, optimizer)):
                     backward(one, number)
-                    if number == 2:
+                    if number == 2 and overlap != "eager":
                         nn.utils.clip_grad_norm_(one.parameters(), 0.1)
                     its.step()
-                assert_same_bits(of(model, optimizer), reference.numbers())
+                assert_same_bits(of(model, optimizer), of(reference.model, reference))
             states = optimizer.state_dict()
             torch.save({"model": model.state_dict(), "optimizer": states}, file)
     plain = MAKE[name](model)

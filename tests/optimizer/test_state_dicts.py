@@ -37,6 +37,7 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD momentum": OPTIMIZERS["SGD momentum"],
     "SGD": OPTIMIZERS["SGD"],
     "Adam amsgrad": OPTIMIZERS["Adam amsgrad fused"],
+    "of somebody else's": OPTIMIZERS["of somebody else's"],
     "named groups": lambda m: AdamW(
         [
             {"params": list(m.named_parameters())[:3], "lr": 0.1},

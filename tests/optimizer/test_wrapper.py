@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from offload_strategy import OffloadEngine, OffloadError
+from offload_strategy import OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.optimizer.runs import (
     OVERLAPS,
@@ -32,7 +32,7 @@ from tests.optimizer.runs import (
     snapshot,
     steps,
 )
-from tests.training import assert_same_bits, in_turn, settings, weights
+from tests.training import assert_same_bits, in_turn, weights
 
 # ---------------------------------------------------------------------- schedulers
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -143,10 +143,10 @@ def test_hooks_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
         for handle in handles:
             handle.remove()
         optimizer.step()
-        optimizer.register_state_dict_pre_hook(lambda o: calls.append("save"))
-        optimizer.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
-        optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
-        optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+        for action in ("state_dict", "load_state_dict"):
+            for moment in ("pre", "post"):
+                register = getattr(optimizer, f"register_{action}_{moment}_hook")
+                register(lambda *_, call=(action, moment): calls.append(call))
         optimizer.load_state_dict(optimizer.state_dict())
         return calls
 
@@ -174,8 +174,8 @@ def test_it_cannot_be_copied_and_says_what_to_do(copied: Callable[[Any], Any], d
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "deleted"])
 def test_the_inner_one_does_not_step_by_itself(overlap: str, kept: bool, disk: Path) -> None:
     model = make_net()
-    inner = AdamW(model.parameters(), 1e-2)
-    with OffloadEngine(settings(disk, optimizer={"overlap": overlap})) as engine:
+    inner = adamw(model)
+    with offloading(disk, overlap) as engine:
         wrapped = engine.attach(model, inner)
         if not kept:
             del wrapped

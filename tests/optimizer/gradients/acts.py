@@ -74,6 +74,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "assigned into another": lambda g: torch.ones(2, *g.shape, dtype=g.dtype).index_put_(
         (torch.tensor([1]),), g
     ),
+    "norms": lambda g: [g.norm(2, dim=0), g.norm("fro"), torch.linalg.norm(g)],
+    "a norm of another dtype": lambda g: torch.linalg.vector_norm(g, 2, dtype=torch.float64),
+    "a norm into another": lambda g: torch.linalg.vector_norm(g, 2, out=g.new_empty(())),
+    "listed norms": lambda g: torch._foreach_norm([g, torch.ones(3), g], ord=1),
     "tolist": lambda g: g.tolist(),
     "repr": lambda g: repr(g),
     "deepcopy": lambda g: copy.deepcopy(g),
