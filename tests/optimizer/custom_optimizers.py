@@ -195,6 +195,8 @@ class NeedsGradMode(SGD):
     """Differentiates in its step, without switching that on."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
         for p in self.param_groups[0]["params"]:
             copy = p.detach().requires_grad_()
             (change,) = torch.autograd.grad((copy.square() * p.grad).sum(), [copy])

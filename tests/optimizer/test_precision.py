@@ -197,7 +197,7 @@ def test_stochastic_rounding_keeps_the_mean_and_values_of_bfloat16() -> None:
     assert torch.equal(stored, _rounded(value, 0))
     assert not torch.equal(stored, _rounded(value, 1))
     for kept in (0.0, 1.0, -2.5, torch.inf, -torch.inf, torch.nan, 2.0**-130):
-        exact = torch.full((4096,), kept, dtype=torch.bfloat16)
+        exact = torch.full((4096,), kept).to(torch.bfloat16)
         assert bits(_rounded(kept, 0)) == bits(exact)
 
 
