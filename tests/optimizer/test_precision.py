@@ -51,10 +51,10 @@ def backward(model: nn.Module, number: int) -> None:
 class Reference:
     """A model that a plain optimizer trains, in float32 copies or with rounded states if wanted."""
 
-    def __init__(self, name: str, dtype: torch.dtype, section: dict[str, Any]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
         self.model = make_model(dtype)
-        self.has_masters = "master_weights" in section and dtype.itemsize == 2
-        self.rounds = "state_dtype" in section and (self.has_masters or dtype is torch.float32)
+        self.has_masters = "master_weights" in options and dtype.itemsize == 2
+        self.rounds = "state_dtype" in options and (self.has_masters or dtype is torch.float32)
         masters = list(self.model.parameters())
         if self.has_masters:
             masters = [nn.Parameter(p.detach().float()) for p in masters]
@@ -91,50 +91,51 @@ def of(model: nn.Module, optimizer: Any) -> Numbers:
 
 
 # ---------------------------------------------------------------------- exactness
-SECTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bfloat16 states": (torch.float32, BFLOAT16),
-    "bfloat16 masters": (torch.bfloat16, MASTERS),
-    "float16 masters": (torch.float16, MASTERS),
-    "bfloat16 states and masters": (torch.bfloat16, {**MASTERS, **BFLOAT16}),
-}
+Section = tuple[torch.dtype, dict[str, Any]]
+
+#: Dtypes of weights, and options.
+SECTIONS: list[Section] = [
+    (torch.float32, BFLOAT16),
+    (torch.bfloat16, MASTERS),
+    (torch.float16, MASTERS),
+    (torch.bfloat16, {**MASTERS, **BFLOAT16}),
+]
 #: The others take turns with one of these each.
 IN_ALL_SECTIONS = [
     *("AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a state that comes late"),
 ]
 IN_TURN = ["ASGD", "AdamW", "Adagrad", "NAdam", "SGD", "SGD momentum", "AdamW foreach"]
 #: Only float32 states are rounded, and only half weights have masters.
-WITHOUT_EFFECT: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float64 states": (torch.float64, BFLOAT16),
-    "bfloat16 weights": (torch.bfloat16, BFLOAT16),
-    "float16 weights": (torch.float16, BFLOAT16),
-    "float32 masters": (torch.float32, MASTERS),
-}
+WITHOUT_EFFECT: list[Section] = [
+    *((dtype, BFLOAT16) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
+    (torch.float32, MASTERS),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "which", "overlap"),
+    ("name", "section", "overlap"),
     [
         *(
             (*pair, overlap)
             for pair, overlap in in_turn(
-                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, list(SECTIONS))],
+                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)],
                 EVERY_OVERLAP,
             )
         ),
-        *(("AdamW", which, "commit") for which in WITHOUT_EFFECT),
+        *(("AdamW", section, "commit") for section in WITHOUT_EFFECT),
     ],
 )
 def test_six_steps_of(
-    name: str, which: str, overlap: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, section: Section, overlap: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With weights that somebody changes between steps, clipping, and a checkpoint in between."""
     monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 256)
-    dtype, section = {**SECTIONS, **WITHOUT_EFFECT}[which]
-    reference, file = Reference(name, dtype, section), io.BytesIO()
+    dtype, options = section
+    reference, file = Reference(name, dtype, options), io.BytesIO()
     for first in (0, STEPS // 2):
         model = make_model(dtype)
         # Subgroups that are larger than a chunk.
-        with offloading(disk, overlap, optimizer={**section, "subgroup_size": 1000}) as engine:
+        with offloading(disk, overlap, optimizer={**options, "subgroup_size": 1000}) as engine:
             optimizer = engine.attach(None, MAKE[name](model))
             if first:
                 saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
