@@ -73,9 +73,9 @@ class WideNet(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(vocabulary, width)
         self.first = nn.Linear(width, hidden)
-        self.frozen = nn.Linear(hidden, hidden).requires_grad_(False)
-        self.norm = nn.LayerNorm(hidden)
-        self.out = nn.Linear(hidden, 11)
+        self.frozen = nn.Linear(hidden, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 11)
 
     def forward(self, tokens: torch.Tensor, extra: bool = False) -> torch.Tensor:
         return self.out(self.norm(self.frozen(F.gelu(self.first(self.embedding(tokens))))))

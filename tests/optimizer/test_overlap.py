@@ -94,7 +94,7 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- eager
-#: `gradients/test_consumed.py` has the operators, that of loss scalers among them.
+#: `gradients/test_life.py` has the operators, that of loss scalers among them.
 def test_gradients_that_were_used_are_refused_from_the_first_step(disk: Path) -> None:
     with offloading(disk, "eager") as engine:
         run = Run(adamw, engine)
