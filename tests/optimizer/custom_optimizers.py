@@ -1,37 +1,16 @@
-"""Optimizers outside of torch: one that is supported, and many that are not, with the reasons."""
+"""Optimizers outside of torch: some are supported, and many are not, for the reasons given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
-
-
-class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023), with a state for each parameter."""
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
-                    self.state[p] = {"momentum": torch.zeros_like(p), "history": []}
-                state = self.state[p]
-                momentum = state["momentum"]
-                p.add_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])
-                momentum.lerp_(p.grad, 1 - second)
-                # What ran ahead and is dropped must leave no trace in mutable states, either.
-                state["history"].append(float(momentum.sum()))
 
 
 class Bytes(torch.Tensor):
@@ -114,16 +93,29 @@ class QuantizedMomentum(Optimizer):
                 p.sub_(momentum, alpha=group["lr"])
 
 
+def _quantized(package: str, name: str) -> Callable[..., Optimizer]:
+    def make(model: nn.Module, **options: Any) -> Optimizer:
+        kind = getattr(pytest.importorskip(package), name)
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
+        return kind(groups, lr=1e-2, **options)
+
+    return make
+
+
+QUANTIZED: dict[str, Callable[..., Optimizer]] = {
+    "momentum": _quantized(__name__, "QuantizedMomentum"),
+    "replaced momentum": partial(_quantized(__name__, "QuantizedMomentum"), replace=True),
+    "torchao AdamW8bit": _quantized("torchao.optim", "AdamW8bit"),
+    "torchao AdamW4bit": _quantized("torchao.optim", "AdamW4bit"),
+    "torchao AdamWFp8": _quantized("torchao.optim", "AdamWFp8"),
+    "bitsandbytes AdamW8bit": _quantized("bitsandbytes.optim", "AdamW8bit"),
+}
+
+
 class NeedsClosure(SGD):
     def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
         closure()
-
-
-class Wrapping(SGD):
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        params = list(params)
-        super().__init__(params)
-        self.base = SGD(params, 0.1)
 
 
 class Twisted(Optimizer):
@@ -134,13 +126,9 @@ class Twisted(Optimizer):
     """
 
     total = 0
+    twist: Any = staticmethod(lambda o, g, p, s: None)
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        twist: Callable[[Any, Any, torch.Tensor, Any], Any] | None = None,
-        **shared: Any,
-    ) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], twist: Any = None, **shared: Any) -> None:
         super().__init__(params, {"lr": 0.1, "noisy": False})
         if twist is not None:
             self.twist = twist
@@ -156,6 +144,8 @@ class Twisted(Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     state["step"] = state.get("step", 0) + 1
+                    # What ran ahead and is dropped must leave no trace in mutable states, either.
+                    state.setdefault("history", []).append(state["step"])
                     state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
                     twisted = self.twist(self, group, p, state)
                     p.sub_(p.grad - (0.0 if twisted is None else twisted), alpha=group["lr"])
@@ -166,49 +156,34 @@ def twisted(twist: Any, **shared: Any) -> Callable[[Any], Optimizer]:
     return lambda params: Twisted(params, twist, **shared)
 
 
-def noise(p: torch.Tensor) -> torch.Tensor:
+def noise(o: Any, g: Any, p: torch.Tensor, s: Any) -> torch.Tensor:
     """Random numbers of torch."""
     return 0.1 * torch.randn_like(p)
 
 
-def coupled(group: dict[str, Any]) -> torch.Tensor:
+def coupled(o: Any, g: Any, p: torch.Tensor, s: Any) -> torch.Tensor:
     """A number that all gradients of the group have a part in."""
-    return torch.stack([p.grad.sum() for p in group["params"] if p.grad is not None]).sum()
+    return 0.1 * torch.stack([p.grad.sum() for p in g["params"] if p.grad is not None]).sum()
 
 
-def _count_in_group(o: Any, g: Any, p: torch.Tensor, s: Any) -> float:
-    g["step"] = g.get("step", 0) + 1
-    return 0.01 * float(g["step"])
+_seen: list[int] = []
 
 
-_seen = 0
+def _count_in_module() -> None:
+    _seen.append(1)
 
 
-def _count_in_module(*_: Any) -> float:
-    global _seen
-    _seen += 1
-    return 0.01 * _seen
-
-
-def _count_in_default(*_: Any, counts: list[int] = []) -> float:  # noqa: B006
+def _count_in_default(*_: Any, counts: list[int] = []) -> None:  # noqa: B006
     counts.append(1)
-    return 0.01 * len(counts)
 
 
-def _count_in_class(optimizer: Any, *_: Any) -> float:
+def _count_in_class(optimizer: Any, *_: Any) -> None:
     type(optimizer).total += 1
-    return 0.01 * float(optimizer.total)
 
 
-def _counter() -> Callable[..., float]:
-    count = 0
-
-    def count_in_closure(*_: Any) -> float:
-        nonlocal count
-        count += 1
-        return 0.01 * count
-
-    return count_in_closure
+def _counter() -> Callable[..., None]:
+    count: list[int] = []
+    return lambda *_: count.append(1)
 
 
 def _with_method(twist: Callable[..., Any]) -> Any:
@@ -222,12 +197,10 @@ class NeedsGradMode(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                copy = p.detach().requires_grad_()
-                (change,) = torch.autograd.grad((copy.square() * p.grad).sum(), [copy])
-                with torch.no_grad():
-                    p.sub_(change, alpha=0.01)
+        for p in self.param_groups[0]["params"]:
+            copy = p.detach().requires_grad_()
+            (change,) = torch.autograd.grad((copy.square() * p.grad).sum(), [copy])
+            p.data.sub_(change, alpha=0.01)
 
 
 class CallsItsClosureTwice(SGD):
@@ -245,26 +218,6 @@ class UsesTheLoss(SGD):
             p.sub_(p.grad, alpha=0.01 * float(0.5 if loss is None else loss))
 
 
-def _two_groups(params: Any) -> Optimizer:
-    params = list(params)
-    groups: Any = [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}]
-    return Twisted(groups, lambda o, g, p, s: p.grad * (1 - o.param_groups[0]["lr"] / g["lr"]))
-
-
-def _sees_all(params: Any) -> Optimizer:
-    everything = list(params)
-    return twisted(lambda o, g, p, s: o.everything[0].mean(), everything=everything)(everything)
-
-
-def _looks_ahead(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
-    """Every seven steps."""
-    slow = s.setdefault("slow", p.clone())
-    if s["step"] % 7 == 0:
-        o.calls += 1
-        p.lerp_(slow, 1 / o.calls)
-        slow.copy_(p)
-
-
 def _when(found: Callable[[torch.Tensor, int], bool], twist: Any) -> Any:
     """The twist for parameters and steps of which `found` is true."""
     return lambda o, g, p, s: twist(o, g, p, s) if found(p, s["step"]) else None
@@ -274,60 +227,73 @@ def _is_matrix(p: torch.Tensor, step: int) -> bool:
     return p.dim() == 2 and min(p.shape) > 16
 
 
-_noise: Any = lambda o, g, p, s: noise(p)  # noqa: E731
-_coupled: Any = lambda o, g, p, s: 0.1 * coupled(g)  # noqa: E731
 _own_noise: Any = lambda o, g, p, s: 0.1 * torch.randn(p.shape, generator=o.generator)  # noqa: E731
 _numpy_noise: Any = lambda o, g, p, s: 0.1 * float(np.random.randn())  # noqa: E731
 
-#: How to make it, and the reason in the error message.
-UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "counts in its group": (
-        twisted(_count_in_group),
-        r"for all parameters together, outside of their states \(step\)",
+
+#: Their updates depend on something that is different when others are there.
+_COUPLED: dict[str, Callable[[Any], Optimizer]] = {
+    "couples large matrices": twisted(_when(_is_matrix, coupled)),
+    "couples from step 30 on": twisted(_when(lambda p, n: n >= 30, coupled)),
+    "draws from NumPy": twisted(_numpy_noise),
+    "skips what is frozen": twisted(  # as copies are, which do not require a gradient
+        lambda o, g, p, s: 0.0 if p.requires_grad else p.grad
     ),
-    "fills a list": (twisted(lambda o, g, p, s: o.norms.append(1), norms=[]), r"\(norms\)"),
+    "uses the loss": UsesTheLoss,
+    "has one rate for all groups": lambda params: Twisted(
+        [{"params": params[:1]}, {"params": params[1:], "lr": 0.01}],  # type: ignore[list-item]
+        lambda o, g, p, s: p.grad * (1 - o.param_groups[0]["lr"] / g["lr"]),
+    ),
+}
+
+#: They keep something for all parameters together; with its name.
+_KEEPING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "counts in its group": (
+        twisted(lambda o, g, p, s: g.setdefault("steps", []).append(1)),
+        "steps",
+    ),
+    "fills a list": (twisted(lambda o, g, p, s: o.norms.append(1), norms=[]), "norms"),
     "sums in a tensor": (
         twisted(lambda o, g, p, s: o.total.add_(1) * 0, total=torch.zeros(1)),
-        r"their states \(total\)",
+        "total",
     ),
-    "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
-    "needs a closure": (NeedsClosure, "needs a closure"),
-    "wraps another": (Wrapping, r"wraps another optimizer \(base\); attach that one"),
-    "has sparse gradients only": (SparseAdam, "failed on two small"),
-    "couples large matrices": (twisted(_when(_is_matrix, _coupled)), "when others are there"),
-    "draws from step 3 on": (twisted(_when(lambda p, n: n >= 3, _noise)), "draws random numbers"),
-    "couples from step 30 on": (
-        twisted(_when(lambda p, n: n >= 30, _coupled)),
-        "when others are there",
-    ),
-    "looks ahead": (twisted(_looks_ahead, calls=0), r"their states \(calls\)"),
     "has a generator of its own": (
-        lambda params: twisted(_own_noise, generator=torch.Generator().manual_seed(1))(params),
-        r"their states \(generator\)",
+        lambda params: Twisted(params, _own_noise, generator=torch.Generator().manual_seed(1)),
+        "generator",
     ),
-    "draws from NumPy": (twisted(_numpy_noise), "when others are there"),
-    "reads other parameters": (_sees_all, r"outside of its groups as well \(everything\)"),
     "writes a state of its own": (
         twisted(lambda o, g, p, s: o.state["all"].setdefault("seen", []).append(1)),
-        r"their states \(state\)",
+        "state",
     ),
-    "counts in its module": (
-        _with_method(lambda *_: _count_in_module()),
-        r"their states \(_seen\)",
-    ),
-    "counts in a default": (_with_method(_count_in_default), r"states \(_count_in_default\)"),
-    "counts in its class": (_with_method(_count_in_class), r"their states \(total\)"),
-    "counts in a closure": (_with_method(_counter()), r"their states \(count\)"),
-    "skips what is frozen": (  # as copies are, which do not require a gradient
-        twisted(lambda o, g, p, s: 0.0 if p.requires_grad else p.grad),
-        "when others are there",
-    ),
+    "counts in its module": (_with_method(lambda *_: _count_in_module()), "_seen"),
+    "counts in a default": (_with_method(_count_in_default), "_count_in_default"),
+    "counts in its class": (_with_method(_count_in_class), "total"),
+    "counts in a closure": (_with_method(_counter()), "count"),
+}
+
+#: How to make it, and the reason in the error message.
+UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    **{name: (make, "when others are there") for name, make in _COUPLED.items()},
+    **{
+        name: (make, rf"for all parameters together, outside of their states \({attribute}\)")
+        for name, (make, attribute) in _KEEPING.items()
+    },
+    "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
+    "has sparse gradients only": (SparseAdam, "failed on two small"),
     "needs grad mode": (NeedsGradMode, "failed on two small"),
+    "needs a closure": (NeedsClosure, "needs a closure"),
     "calls its closure twice": (CallsItsClosureTwice, "does not call its closure once"),
-    "uses the loss": (UsesTheLoss, "when others are there"),
-    "has one rate for all groups": (_two_groups, "when others are there"),
+    "draws from step 3 on": (twisted(_when(lambda p, n: n >= 3, noise)), "draws random numbers"),
+    "wraps another": (
+        lambda params: Twisted(params, base=SGD(params, 0.1)),
+        r"wraps another optimizer \(base\); attach that one",
+    ),
+    "reads other parameters": (
+        lambda params: Twisted(params, lambda o, *_: o.everything[0].mean(), everything=params),
+        r"outside of its groups as well \(everything\)",
+    ),
     "keeps the model": (
-        lambda params: twisted(lambda *_: None, model=nn.ParameterList(params))(params),
+        lambda params: Twisted(params, model=nn.ParameterList(params)),
         r"outside of its groups as well \(model\)",
     ),
     "is differentiable": (

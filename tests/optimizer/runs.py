@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy import OffloadEngine
+from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.optimizer import offloaded_optimizer as offloaded
 from offload_strategy.optimizer.overlap import overlap_modes
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
+from tests.optimizer.custom_optimizers import Twisted, twisted
 from tests.training import Numbers, assert_same_history, bits, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -63,6 +65,28 @@ def make_net() -> Net:
     return Net()
 
 
+class WideNet(nn.Module):
+    """Large weights, which may be sliced or quantized, and small ones; some are frozen."""
+
+    def __init__(self, width: int = 256, hidden: int = 256, vocabulary: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.first = nn.Linear(width, hidden)
+        self.frozen = nn.Linear(hidden, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 11)
+
+    def forward(self, tokens: torch.Tensor, extra: bool = False) -> torch.Tensor:
+        return self.out(self.norm(self.frozen(F.gelu(self.first(self.embedding(tokens))))))
+
+
+def make_layers(count: int, width: int) -> nn.Sequential:
+    """A chain of equal layers; each makes a subgroup of ``width**2`` elements."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
 def batch(number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + number)
     return torch.randint(0, 11, (4, 5), generator=generator)
@@ -75,7 +99,7 @@ def loss_of(model: nn.Module, number: int, extra: bool = False) -> torch.Tensor:
 
 
 def snapshot(model: nn.Module, *optimizers: Optimizer, gradients: bool = True) -> Numbers:
-    """Copies of all parameters, states and, unless told otherwise, gradients."""
+    """Copies of all parameters, plain states and, unless told otherwise, gradients."""
     numbers: Numbers = {}
     for name, parameter in model.named_parameters():
         numbers[name] = parameter.detach().clone()
@@ -83,7 +107,7 @@ def snapshot(model: nn.Module, *optimizers: Optimizer, gradients: bool = True) -
             numbers[f"{name}.grad"] = parameter.grad.clone()
         for index, optimizer in enumerate(optimizers):
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
                     numbers[f"{name}.state{index}.{key}"] = value.clone()
     return numbers
 
@@ -98,10 +122,11 @@ class Run:
     make_optimizer: MakeOptimizer | None = None
     engine: OffloadEngine | None = None
     eager: bool = False
+    make_model: Callable[[], Any] = make_net
     history: list[Numbers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = make_net()
+        self.model = self.make_model()
         if self.make_optimizer is not None:
             self.optimizer = self.wrap(self.make_optimizer(self.model))
 
@@ -133,15 +158,64 @@ class Run:
         self.note()
 
 
-def adamw(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), 1e-2, fused=True)
-
-
-def steps(run: Run, count: int, start: int = 0) -> None:
+def steps(
+    run: Run,
+    count: int,
+    start: int = 0,
+    between: Callable[[int], object] = lambda number: None,
+    extra: bool = False,
+) -> None:
+    """Train; `between` gets the number of each step between its backward and `step()`."""
     for number in range(start, start + count):
         run.optimizer.zero_grad()
-        run.backward(number)
+        run.backward(number, extra)
+        between(number)
         run.step()
+
+
+def _groups(model: nn.Module) -> list[dict[str, object]]:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": matrices[:3], "lr": 3e-2, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+        {"params": matrices[3:]},
+    ]
+
+
+def _of(kind: Any, *settings: Any, in_groups: bool = False, **options: Any) -> MakeOptimizer:
+    return lambda m: kind(_groups(m) if in_groups else m.parameters(), *settings, **options)
+
+
+def _decay_gradients(o: Any, g: Any, p: Any, s: Any) -> None:
+    """Add weight decay to the gradients themselves, as older optimizers do."""
+    p.grad.add_(p, alpha=0.1)
+
+
+#: `tests/conformance` has every option of every optimizer of torch.
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "Adam amsgrad fused": _of(optim.Adam, 1e-2, amsgrad=True, fused=True),
+    "AdamW": _of(optim.AdamW, 1e-2),
+    "AdamW foreach": _of(optim.AdamW, 1e-2, foreach=True),
+    "AdamW fused": _of(optim.AdamW, 1e-2, fused=True),
+    "AdamW per tensor": _of(optim.AdamW, 1e-2, foreach=False),
+    "AdamW tensor lr fused": _of(optim.AdamW, torch.tensor(1e-2), fused=True),
+    "AdamW groups": _of(optim.AdamW, 1e-2, in_groups=True),
+    "SGD": _of(optim.SGD, 0.1),
+    "SGD momentum": _of(optim.SGD, 0.1, momentum=0.9),
+    "SGD groups, maximize": _of(optim.SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
+    "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
+    "Adamax foreach groups": _of(optim.Adamax, 1e-2, in_groups=True, foreach=True),
+    "Adagrad": _of(optim.Adagrad, 1e-2, initial_accumulator_value=0.1),
+    "RMSprop centered foreach": _of(optim.RMSprop, 1e-3, centered=True, momentum=0.9, foreach=True),
+    "Rprop": _of(optim.Rprop, 1e-2),
+    "ASGD": _of(optim.ASGD, 1e-2, t0=2),
+    "Adafactor": _of(optim.Adafactor, 1e-2),
+    "Muon": lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
+    "of somebody else's": _of(Twisted),
+    "that changes gradients": _of(twisted(_decay_gradients)),
+}
+adamw = OPTIMIZERS["AdamW fused"]
 
 
 Script = Callable[[Run], None]
@@ -160,6 +234,11 @@ def offloading(
         yield engine
 
 
+def give_room_for_new_weights(monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+    """Have new weights wait for `step()` in memory, or else on the tiers."""
+    monkeypatch.setattr(IdleLimit, "has_room", lambda self, nbytes: has_room)
+
+
 def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
     monkeypatch.setattr(overlap_modes, "_SMALLEST_BYTES", 1)
@@ -176,6 +255,7 @@ def compare(
     directory: Path,
     overlap: str = "commit",
     host: str | None = None,
+    make_model: Callable[[], Any] = make_net,
     **options: Any,
 ) -> dict[str, float]:
     """Run a script without and with offload; everything noted must be the same to the last bit.
@@ -184,10 +264,10 @@ def compare(
         the engine's metrics.
     """
     eager = overlap == "eager"
-    plain = Run(make_optimizer, eager=eager)
+    plain = Run(make_optimizer, None, eager, make_model)
     script(plain)
     with offloading(directory, overlap, host, optimizer=options) as engine:
-        offloaded = Run(make_optimizer, engine, eager)
+        offloaded = Run(make_optimizer, engine, eager, make_model)
         script(offloaded)
         metrics = engine.metrics()
     assert_same_history(offloaded.history, plain.history)

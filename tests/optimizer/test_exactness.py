@@ -1,12 +1,9 @@
-"""Parameters, states and losses are the plain optimizer's to the last bit, at every step.
-
-Clipping and GradScaler are in test_clipping.py.
-"""
+"""Parameters, states and losses are the plain optimizer's to the last bit, at every step."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,82 +12,48 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.utils.checkpoint import checkpoint
 
-from tests.optimizer.custom_optimizers import Lion
+from tests.optimizer.custom_optimizers import twisted
 from tests.optimizer.runs import (
     EVERY_OVERLAP,
+    OPTIMIZERS,
     OVERLAPS,
-    MakeOptimizer,
     Run,
+    Script,
+    WideNet,
+    adamw,
     compare,
     let_gradients_leave,
     loss_of,
+    make_layers,
     offloading,
+    steps,
 )
 from tests.training import in_turn
 
 
-def _groups(model: nn.Module) -> list[dict[str, object]]:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    return [
-        {"params": matrices[:3], "lr": 3e-2, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-        {"params": matrices[3:]},
-    ]
-
-
-def _of(kind: Any, *settings: Any, in_groups: bool = False, **options: Any) -> MakeOptimizer:
-    return lambda m: kind(_groups(m) if in_groups else m.parameters(), *settings, **options)
-
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "Adam amsgrad fused": _of(Adam, 1e-2, amsgrad=True, fused=True),
-    "AdamW": _of(AdamW, 1e-2),
-    "AdamW foreach": _of(AdamW, 1e-2, foreach=True),
-    "AdamW fused": _of(AdamW, 1e-2, fused=True),
-    "AdamW per tensor": _of(AdamW, 1e-2, foreach=False),
-    "AdamW tensor lr fused": _of(AdamW, torch.tensor(1e-2), fused=True),
-    "AdamW groups": _of(AdamW, 1e-2, in_groups=True),
-    "SGD": _of(SGD, 0.1),
-    "SGD momentum": _of(SGD, 0.1, momentum=0.9),
-    "SGD momentum fused": _of(SGD, 0.1, momentum=0.9, fused=True),
-    "SGD groups, maximize": _of(SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
-    "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
-    "Adamax foreach groups": _of(optim.Adamax, 1e-2, in_groups=True, foreach=True),
-    "Adagrad": _of(optim.Adagrad, 1e-2, initial_accumulator_value=0.1),
-    "RMSprop centered foreach": _of(optim.RMSprop, 1e-3, centered=True, momentum=0.9, foreach=True),
-    "Rprop": _of(optim.Rprop, 1e-2),
-    "ASGD": _of(optim.ASGD, 1e-2, t0=2),
-    "Adafactor": _of(optim.Adafactor, 1e-2),
-    "Muon": lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
-    "of somebody else's": _of(Lion, 1e-2),
-}
-
-
-def plain_loop(run: Run, late: bool = True) -> None:
-    """Six steps; one parameter gets its first gradient in the fourth, if it comes late."""
+def _late_gradients(run: Run) -> None:
+    """Six steps; one parameter gets its first gradient in the fourth."""
     for number in range(6):
-        run.optimizer.zero_grad(set_to_none=not late or number % 2 == 0)
-        run.backward(number, extra=late and number >= 3)
+        run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        run.backward(number, extra=number >= 3)
         run.step()
 
 
-#: `tests/conformance` has every option of every optimizer of torch.
 @pytest.mark.parametrize(
     ("name", "host", "overlap"),
     [
         *((name, None, overlap) for name, overlap in in_turn(OPTIMIZERS, EVERY_OVERLAP)),
         *(("AdamW fused", *pair) for pair in product(("1KiB", "1MiB"), EVERY_OVERLAP)),
         ("SGD momentum", "1KiB", "commit"),
+        ("that changes gradients", None, "commit"),
     ],
 )
 def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> None:
-    # Torch itself fails where the first gradient of a parameter comes late.
-    script = partial(plain_loop, late=name != "SGD momentum fused")
-    metrics = compare(script, OPTIMIZERS[name], disk, overlap, host)
+    metrics = compare(_late_gradients, OPTIMIZERS[name], disk, overlap, host)
     on_disk = metrics["offload/tier/nvme/used_bytes"]
     assert (on_disk > 0) == (name != "SGD" and host != "1MiB")
     if host is not None:
@@ -98,20 +61,19 @@ def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> 
 
 
 # ---------------------------------------------------------------------- other kinds of parameters
-def _chain(dtype: torch.dtype) -> Callable[[Run], None]:
-    """A chain of products in one dtype."""
+def _two_at_once(dtype: torch.dtype) -> Script:
+    """Two optimizers that share a chain of layers in one dtype."""
 
     def script(run: Run) -> None:
-        generator = torch.Generator().manual_seed(0)
-        weights = [nn.Parameter(torch.randn(6, 6, generator=generator).to(dtype)) for _ in range(4)]
-        run.model = nn.ParameterList(weights)  # type: ignore[assignment]
-        kinds = [AdamW(weights[:2], 1e-2), SGD(weights[2:], 1e-2, momentum=0.9)]
-        optimizers = [run.wrap(optimizer) for optimizer in kinds]
+        run.model = make_layers(4, 6).to(dtype)
+        weights = list(run.model.parameters())
+        inner = AdamW(weights[:2], 1e-2), SGD(weights[2:], 1e-2, momentum=0.9)
+        optimizers = [run.wrap(optimizer) for optimizer in inner]
         for number in range(4):
             run.model.zero_grad()
             x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
-            for weight in weights:
-                x = torch.tanh(x @ weight)
+            for layer in run.model:
+                x = torch.tanh(layer(x))
             x.abs().float().sum().backward()
             run.note(None, *optimizers)
             for optimizer in optimizers:
@@ -182,14 +144,15 @@ def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap: str, d
 
 
 # ---------------------------------------------------------------------- orders of doing things
-def _accumulate(hints: bool, groups: tuple[int, ...] = (3, 3, 1, 3)) -> Callable[[Run], None]:
+def _accumulate(hint: Callable[[Run, int, bool], object]) -> Script:
+    """Accumulate over micro-batches; `hint` gets the number of each, and whether it is the last."""
+
     def script(run: Run) -> None:
         number = 0
-        for micro_batches in groups:
+        for micro_batches in (3, 3, 1, 3):
             run.optimizer.zero_grad()
             for index in range(micro_batches):
-                if hints:
-                    run.hint(index, last=index == micro_batches - 1)
+                hint(run, index, index == micro_batches - 1)
                 (loss_of(run.model, number) / micro_batches).backward()
                 number += 1
                 if not run.eager:
@@ -199,27 +162,18 @@ def _accumulate(hints: bool, groups: tuple[int, ...] = (3, 3, 1, 3)) -> Callable
     return script
 
 
-def _wrong_hints(run: Run) -> None:
-    for number in range(5):
-        run.optimizer.zero_grad()
-        run.hint(0, last=True)
-        run.backward(number)
-        run.hint(1, last=False)
-        run.backward(number + 10)
-        run.step()
+def _edit(edit: Callable[[Any], object], when: Container[int] = range(6)) -> Script:
+    """What `edit` does to the model between backward and `step()` of some of six steps."""
 
-
-def _edit(edit: Callable[[Any], Any]) -> Callable[[Run], None]:
     def script(run: Run) -> None:
-        for number in range(6):
-            run.optimizer.zero_grad()
-            run.backward(number, extra=True)
-            if number in (1, 5):
-                edit(run.model.first.weight)
-                edit(run.model.embedding.weight)
-            run.step()
+        steps(run, 6, 0, lambda number: edit(run.model) if number in when else None, extra=True)
 
     return script
+
+
+def _edit_twice(edit: Callable[[Any], object]) -> Script:
+    """What `edit` does to a weight of its own and to a tied one, in the second and last step."""
+    return _edit(lambda model: (edit(model.first.weight), edit(model.embedding.weight)), (1, 5))
 
 
 #: The last three of them increment no version counter.
@@ -248,9 +202,7 @@ def _some_inputs_only(run: Run) -> None:
         run.step()
 
 
-def _checkpointed(reentrant: bool, outside: bool = False) -> Callable[[Run], None]:
-    from torch.utils.checkpoint import checkpoint
-
+def _checkpointed(reentrant: bool, outside: bool = False) -> Script:
     def script(run: Run) -> None:
         model = run.model
         for number in range(4):
@@ -281,19 +233,16 @@ def _closure(run: Run) -> None:
 
 
 def _freeze_and_unfreeze(run: Run) -> None:
+    model = run.model
+    changes = {2: (model.frozen, True), 4: (model.first, False), 6: (model.first, True)}
     for number in range(8):
         run.optimizer.zero_grad()
-        if number == 2:
-            run.model.frozen.requires_grad_(True)
-        if number == 4:
-            run.model.first.requires_grad_(False)
-        if number == 6:
-            run.model.first.requires_grad_(True)
+        if number in changes:
+            module, trains = changes[number]
+            module.requires_grad_(trains)
         run.backward(number)
-        if number == 3:
-            run.model.norm.requires_grad_(False)  # it has a gradient, so it is updated
+        model.norm.requires_grad_(number != 3)  # it has a gradient, so it is updated
         run.step()
-        run.model.norm.requires_grad_(True)
 
 
 def _users_hook_after_ours(run: Run) -> None:
@@ -303,7 +252,7 @@ def _users_hook_after_ours(run: Run) -> None:
 
     run.model.first.weight.register_post_accumulate_grad_hook(halve)
     run.model.tied.weight.register_hook(lambda grad: grad * 2)
-    plain_loop(run)
+    _late_gradients(run)
 
 
 def _flat_gradients(run: Run) -> None:
@@ -319,22 +268,6 @@ def _flat_gradients(run: Run) -> None:
         run.backward(number)
         if number % 2:
             flat.mul_(0.25)
-        run.step()
-
-
-def _one_gradient_by_hand(run: Run) -> None:
-    for number in range(4):
-        run.optimizer.zero_grad()
-        run.backward(number)
-        run.model.unused.weight.grad = torch.full((3, 3), 0.5)
-        run.step()
-
-
-def _converted_and_back(run: Run) -> None:
-    for number in range(3):
-        run.optimizer.zero_grad()
-        run.backward(number)
-        run.model.double().float()
         run.step()
 
 
@@ -368,26 +301,28 @@ def _loss_of_gradients(run: Run) -> None:
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-SCRIPTS: dict[str, Callable[[Run], None]] = {
-    **{name: _edit(edit) for name, edit in EDITS.items()},
-    "accumulation without hints": _accumulate(hints=False),
-    "accumulation with hints": _accumulate(hints=True),
-    "wrong hints": _wrong_hints,
+SCRIPTS: dict[str, Script] = {
+    **{name: _edit_twice(edit) for name, edit in EDITS.items()},
+    "one gradient set by hand": _edit(
+        lambda model: setattr(model.unused.weight, "grad", torch.full((3, 3), 0.5))
+    ),
+    "models that are converted": _edit(lambda model: model.double().float()),
+    "accumulation without hints": _accumulate(lambda run, index, last: None),
+    "accumulation with hints": _accumulate(Run.hint),
+    "wrong hints": _accumulate(lambda run, index, last: run.hint(index, not last)),
     "gradients in one buffer": _flat_gradients,
     "gradients of some parameters": _some_inputs_only,
     "reentrant checkpoints": _checkpointed(True),
     "reentrant checkpoints of parameters that are used outside as well": _checkpointed(True, True),
     "non-reentrant checkpoints": _checkpointed(False),
     "closures": _closure,
-    "one gradient set by hand": _one_gradient_by_hand,
     "freezing and unfreezing": _freeze_and_unfreeze,
     "hooks of the user's own": _users_hook_after_ours,
-    "models that are converted": _converted_and_back,
     "graphs over gradients": _graph_over_gradients,
     "losses of gradients": _loss_of_gradients,
     "sparse gradients": _sparse_gradients,
     "two optimizers that alternate": _two_that_alternate,
-    **{f"parameters of {dtype}": _chain(dtype) for dtype in DTYPES},
+    **{f"parameters of {dtype}": _two_at_once(dtype) for dtype in DTYPES},
 }
 
 
@@ -416,4 +351,54 @@ def test_the_same_numbers_with(
     if overlap == "commit, on the disk":
         let_gradients_leave(monkeypatch)
         overlap = "commit"
-    compare(SCRIPTS[name], OPTIMIZERS["AdamW fused"], disk, overlap)
+    compare(SCRIPTS[name], adamw, disk, overlap)
+
+
+# ---------------------------------------------------------------------- slices of parameters
+def _whole_norm(o: Any, g: Any, p: Any, s: Any) -> Any:
+    """Scales by the norm of the whole tensor, as LARS and LAMB do."""
+    return p.grad - p.grad / p.grad.norm()
+
+
+def _odd_blocks(o: Any, g: Any, p: Any, s: Any) -> Any:
+    """Leaves rows out whose place in the tensor matters."""
+    left_out = p.grad.clone()
+    left_out[:: 1 + len(p) % 7] = 0
+    return left_out
+
+
+def _projects_matrices(o: Any, g: Any, p: Any, s: Any) -> Any:
+    """Updates everything but matrices by element, as GaLore does."""
+    return p.grad.mean(0) if p.dim() == 2 else None
+
+
+ELEMENTWISE = [
+    *("AdamW fused", "AdamW foreach", "AdamW per tensor", "NAdam", "Adamax foreach groups"),
+    *("Adagrad", "Rprop", "SGD momentum", "RMSprop centered foreach", "ASGD"),
+]
+WHOLE = {
+    "Adafactor": OPTIMIZERS["Adafactor"],
+    **{
+        twist.__name__: lambda model, twist=twist: twisted(twist)(list(model.parameters()))
+        for twist in (_whole_norm, _odd_blocks, _projects_matrices)
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "overlap"), in_turn([*ELEMENTWISE, *WHOLE], EVERY_OVERLAP))
+def test_parameters_are_sliced_where_that_gives_the_same_bits(
+    name: str, overlap: str, disk: Path
+) -> None:
+    def script(run: Run) -> None:
+        steps(run, 5)
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        steps(run, 1)
+        if run.engine is not None:
+            (optimizer,) = run.engine._optimizers
+            sliced = sum(p.rows is not None for s in optimizer._subgroups for p in s.slices)
+            assert sliced > 20 if name in ELEMENTWISE else sliced == 0
+
+    #: Rows of them are no multiple of anything.
+    make_model = partial(WideNet, 37, 1000, 331)
+    make = {**OPTIMIZERS, **WHOLE}[name]
+    compare(script, make, disk, overlap, make_model=make_model, subgroup_size=3000)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,29 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
-from offload_strategy.optimizer.user_class import inner_step as kernel
+from offload_strategy.optimizer import subgroup_update
+from offload_strategy.optimizer.states.precision import MASTER_WEIGHT
+from offload_strategy.optimizer.user_class import inner_step
 from tests.optimizer.runs import OVERLAPS, Run, adamw, offloading, steps
-from tests.training import bits
+from tests.training import bits, on_disk
+
+
+@contextmanager
+def _update_fails(
+    monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException
+) -> Iterator[None]:
+    """Have one of the calls of the user's class fail, counted from 0."""
+    calls, real = count(), inner_step.run_update
+
+    def failing(*args: Any) -> None:
+        if next(calls) == call:
+            raise error
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subgroup_update, "run_update", failing)
+        with pytest.raises(type(error), match=str(error)):
+            yield
 
 
 def test_after_closing_every_use_says_so(disk: Path) -> None:
@@ -45,21 +68,10 @@ def test_an_update_that_is_interrupted_loses_no_state(
         run = Run(adamw, engine)
         steps(run, 2)
         before = run.optimizer.state_dict()
-        calls = 0
-        real = kernel.run_update
-
-        def interrupted(*args: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == call + 1:
-                raise KeyboardInterrupt("stop")
-            real(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("offload_strategy.optimizer.subgroup_update.run_update", interrupted)
+        with _update_fails(monkeypatch, call, KeyboardInterrupt("stop")):
             run.optimizer.zero_grad()
-            with pytest.raises(KeyboardInterrupt, match="stop"):
-                (run.backward(2), run.optimizer.step())
+            run.backward(2)
+            run.optimizer.step()
         after = run.optimizer.state_dict()
         assert list(after["state"]) == list(before["state"])
         changed = [
@@ -72,6 +84,39 @@ def test_an_update_that_is_interrupted_loses_no_state(
         steps(run, 2, start=3)
 
 
+@pytest.mark.parametrize("masters", [True, False])
+def test_an_update_that_fails_between_chunks_loses_no_state(
+    masters: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 512)
+    dtype, section = torch.float32, {"state_dtype": "bfloat16", "subgroup_size": 10_000}
+    if masters:
+        dtype, section = torch.bfloat16, {"master_weights": True, "subgroup_size": 10_000}
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+
+    def step() -> None:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    with offloading(disk, "off", optimizer=section) as engine:
+        optimizer = engine.attach(None, AdamW([parameter], 1e-2))
+        for _ in range(2):
+            step()
+        before = optimizer.state[parameter]
+        with _update_fails(monkeypatch, 1, LookupError("refused")):
+            step()
+        kept = optimizer.state[parameter]
+        assert kept.keys() == before.keys()
+        # The first chunk is updated, the others are as they were.
+        for name in ("exp_avg", MASTER_WEIGHT) if masters else ("exp_avg",):
+            assert not torch.equal(kept[name][:8], before[name][:8])
+            assert torch.equal(kept[name][8:], before[name][8:])
+        assert kept["step"] == before["step"]
+        step()
+        assert optimizer.state[parameter]["step"] == before["step"] + 1
+        assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
 def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Run(adamw)
     steps(plain, 2)
@@ -82,7 +127,7 @@ def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.Monke
         def broken(*args: Any) -> int:
             raise OSError(5, "Input/output error")
 
-        engine._resources.store.wait_for_writes()
+        on_disk(engine)
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", broken)
             run.optimizer.zero_grad()

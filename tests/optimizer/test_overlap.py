@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,73 +12,52 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import AdamW
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.subgroup_update import Updater
-from tests.optimizer.runs import Run, adamw, offloading, snapshot, steps
-from tests.training import assert_same_bits
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OPTIMIZERS,
+    MakeOptimizer,
+    Run,
+    Script,
+    adamw,
+    compare,
+    let_gradients_leave,
+    loss_of,
+    make_layers,
+    offloading,
+    steps,
+)
+from tests.training import assert_same_bits, in_turn, moved, on_disk, weights
 
 
-def _spy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    counts = {"update_ahead": 0, "commit": 0, "drop": 0, "update_in_place": 0}
-    for name in counts:
-        real = getattr(Updater, name)
-
-        def counted(self: Updater, *args: Any, _name: str = name, _real: Any = real) -> Any:
-            counts[_name] += 1
-            return _real(self, *args)
-
-        monkeypatch.setattr(Updater, name, counted)
-    return counts
-
-
-class Chain(nn.Module):
-    """Layers of a size that each make a subgroup."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-
-    def forward(self) -> torch.Tensor:
-        return self.layers(torch.ones(2, 8)).pow(2).sum()
+def _loss(layers: nn.Module) -> torch.Tensor:
+    return layers(torch.ones(2, 8)).pow(2).sum()
 
 
 def test_updates_run_in_the_last_backward_and_are_committed_at_the_step(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Path, aheads: list[AheadUpdate]
 ) -> None:
-    counts = _spy(monkeypatch)
     # In host memory, so that no update ever waits for its states.
     with offloading(disk, host="1MiB") as engine:
-        model = Chain()
+        model = make_layers(4, 8)
         optimizer = engine.attach(None, AdamW(model.parameters()))
         for step in range(1, 4):
             optimizer.zero_grad()
-            before = snapshot(model)
+            before = weights(model)
             for index in range(2):
-                assert counts["update_ahead"] == 4 * (step - 1)
+                assert len(aheads) == 4 * (step - 1)
                 engine.microbatch(index, last=index == 1)
-                model().backward()
-            assert counts["update_ahead"] == 4 * step
-            after = snapshot(model)
-            assert_same_bits({k: after[k] for k in before}, before)
-            assert counts["commit"] == 4 * (step - 1)
+                _loss(model).backward()
+            assert len(aheads) == 4 * step
+            assert_same_bits(weights(model), before)
             optimizer.step()
-            assert counts["commit"] == 4 * step
-        assert counts["drop"] == counts["update_in_place"] == 0
+            assert all(not torch.equal(now, before[name]) for name, now in weights(model).items())
         assert not optimizer.inner.state
-
-
-def test_nothing_runs_ahead_with_overlap_off(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = _spy(monkeypatch)
-    with offloading(disk, "off") as engine:
-        model = Chain()
-        optimizer = engine.attach(None, AdamW(model.parameters()))
-        model().backward()
-        optimizer.step()
-        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
-    assert counts == {"update_ahead": 0, "commit": 0, "drop": 0, "update_in_place": 4}
+        assert engine.metrics()["offload/optimizer/redone_steps"] == 0
 
 
 def test_weights_are_written_into_their_own_storage(disk: Path) -> None:
@@ -94,27 +74,27 @@ def test_weights_are_written_into_their_own_storage(disk: Path) -> None:
         assert not torch.equal(aliases["first.weight"], before["first.weight"])
 
 
-@pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
     """Half of the states never touch the disk, in whatever order updates and commits come."""
     with offloading(disk, overlap, host="1KiB") as engine:  # two layers of four
-        model = Chain()
+        model = make_layers(4, 8)
         optimizer = engine.attach(None, AdamW(model.parameters()))
         (host,) = engine._resources.memory_tiers.values()
         written = []
         for _ in range(5):
             optimizer.zero_grad()
-            model().backward()
+            _loss(model).backward()
             optimizer.step()
-            engine._resources.store.wait_for_writes()
-            written.append(engine.metrics()["offload/optimizer/written_bytes"])
+            on_disk(engine)
+            written.append(moved(engine, "optimizer"))
             assert host.used_bytes == 2 * 2 * 64 * 4
         per_step = {later - earlier for earlier, later in pairwise(written)}
         assert per_step == {2 * 2 * 64 * 4}
 
 
 # ---------------------------------------------------------------------- eager
-#: `gradients/test_consumed.py` has the operators, that of loss scalers among them.
+#: `gradients/test_life.py` has the operators, that of loss scalers among them.
 def test_gradients_that_were_used_are_refused_from_the_first_step(disk: Path) -> None:
     with offloading(disk, "eager") as engine:
         run = Run(adamw, engine)
@@ -167,5 +147,144 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert all(p.grad is None for p in run.model.parameters())
-        engine._resources.store.wait_for_writes()
+        on_disk(engine)
         assert engine._resources.pool.usage().lent_bytes == 0
+
+
+# ---------------------------------------------------------------------- clipping and loss scaling
+STEPS = 14
+
+Clip = Callable[[nn.Module, int], object]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def place(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where gradients wait for `step()`."""
+    if request.param == "disk":
+        let_gradients_leave(monkeypatch)
+    return disk
+
+
+def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[float, float]:
+    """Train with and without offload; returns the steps that ran ahead, and those in vain."""
+    metrics = compare(script, make, *where)
+    return (
+        metrics["offload/optimizer/speculated_steps"],
+        metrics["offload/optimizer/redone_steps"],
+    )
+
+
+def _each(do: Callable[[torch.Tensor], object]) -> Clip:
+    return lambda m, _: [do(p.grad) for p in m.parameters() if p.grad is not None]
+
+
+def _limit(limit: Callable[[int], float], **options: Any) -> Clip:
+    return lambda m, number: clip_grad_norm_(m.parameters(), limit(number), **options)
+
+
+def _changing_nothing(g: torch.Tensor) -> None:
+    one = torch.tensor(1.0)
+    g.mul_(1).mul_(1.0).mul_(one).div_(1.0)
+    torch._foreach_mul_([g], one)
+    torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(()), one)
+
+
+#: Each does to some numbers something else than the one before it.
+ALIKE: list[Callable[[torch.Tensor], object]] = [
+    lambda g: g.mul_(0.3),
+    lambda g: g.mul_(torch.tensor(0.3, dtype=torch.float16)),
+    lambda g: g.div_(0.3),
+    lambda g: g.div_(0.3).div_(0.3),
+    lambda g: g.clamp_(-1e-3, 1e-3),
+    lambda g: g.clamp_(None, 1e-3),
+    lambda g: g.mul_(2).clamp_(max=1e-3),
+    lambda g: g.clamp_(max=1e-3).mul_(2),
+]
+NOW_AND_THEN = (7, 13)
+FORESEEN = (STEPS, STEPS - 3, 1)
+
+#: What is done to gradients, in how many steps, how many run ahead, and how many of those in vain.
+CLIPS: dict[str, tuple[Clip, tuple[int, int, int]]] = {
+    "a norm that never bites": (_limit(lambda _: 1e9), (STEPS, STEPS, 0)),
+    "a largest value that never bites": (
+        _limit(lambda _: 1e9, norm_type=torch.inf),
+        (STEPS, STEPS, 0),
+    ),
+    "factors of one": (_each(_changing_nothing), (STEPS, STEPS, 0)),
+    "reading": (_each(lambda g: g.sum()), (STEPS, STEPS, 0)),
+    "a limit of values": (lambda m, _: clip_grad_value_(m.parameters(), 1e-3), FORESEEN),
+    "a factor": (_each(lambda g: g.mul_(0.5)), FORESEEN),
+    "a divisor": (_each(lambda g: g.div_(3)), FORESEEN),
+    "a norm that always bites": (_limit(lambda number: 1e-3 * (number + 1)), (STEPS, 1, 1)),
+    "a norm that bites now and then": (
+        _limit(lambda number: 1e-4 * number if number in NOW_AND_THEN else 1e9),
+        (STEPS, STEPS, len(NOW_AND_THEN)),
+    ),
+    "edits that are alike": (
+        lambda m, number: _each(ALIKE[number // 10])(m, number),
+        (10 * len(ALIKE), 10 * len(ALIKE) - 3, 2 * len(ALIKE) - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    in_turn([*CLIPS, "a norm that bites now and then"], ["disk", "memory"]),
+    indirect=["place"],
+)
+def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(
+    name: str, place: Path
+) -> None:
+    clip, (count, *expected) = CLIPS[name]
+
+    def train(run: Run) -> None:
+        for number in range(count):
+            run.optimizer.zero_grad()
+            loss = run.backward(number)
+            seen = clip(run.model, number)
+            run.optimizer.step()
+            run.note(loss)
+            if isinstance(seen, torch.Tensor):
+                run.history[-1]["seen"] = seen.detach().clone()
+
+    assert [*_steps_ahead(adamw, train, place)] == expected
+
+
+@pytest.mark.parametrize(
+    ("overlap", "clip", "overflows", "place"),
+    [
+        ("commit", None, (0, 1, 9), "memory"),
+        ("commit", 1e-3, (3,), "memory"),
+        ("commit", 1e-3, (3,), "disk"),
+        ("commit", 1e9, (0, 1, 9), "disk"),
+        ("off", 1e-3, (3,), "memory"),
+    ],
+    indirect=["place"],
+)
+def test_loss_scaling_with_overflows(
+    overlap: str, overflows: tuple[int, ...], clip: float | None, place: Path
+) -> None:
+    def train(run: Run) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        for number in range(STEPS):
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, number)
+            scaler.scale(loss).backward()
+            if number in overflows:
+                gradient = run.model.first.weight.grad
+                assert gradient is not None
+                gradient[0, 0] = float("inf")
+            if clip is not None:
+                scaler.unscale_(run.optimizer)
+                clip_grad_norm_(run.model.parameters(), clip)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.note(loss)
+            run.history[-1]["scale"] = torch.tensor(scaler.get_scale())
+
+    # Not the fused kernel, which unscales by itself: it leaves other gradients where it skips.
+    ahead, redone = _steps_ahead(OPTIMIZERS["AdamW"], train, place, overlap)
+    if overlap == "off":
+        assert ahead == 0
+    elif clip != 1e-3:
+        assert redone < ahead <= STEPS

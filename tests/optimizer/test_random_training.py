@@ -15,16 +15,27 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import OffloadEngine
-from tests.optimizer.runs import loss_of, make_net, snapshot
+from tests.optimizer.runs import MakeOptimizer, Run, loss_of, make_net, snapshot
 from tests.training import assert_same_bits
 from tests.training import settings as engine_settings
 
-KINDS: dict[str, Any] = {
+KINDS: dict[str, MakeOptimizer] = {
     # Not fused: the weights would change with their version counters standing still, and a graph
     # that is older than the step would be differentiated at the wrong place without a word.
-    "AdamW": lambda p: AdamW(p, 1e-2),
-    "Adam": lambda p: Adam(p, 1e-2, amsgrad=True, weight_decay=0.01),
-    "SGD": lambda p: SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda m: AdamW(m.parameters(), 1e-2),
+    "Adam": lambda m: Adam(m.parameters(), 1e-2, amsgrad=True, weight_decay=0.01),
+    "SGD": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
+}
+GRADIENT_EDITS: dict[str, Any] = {
+    "scale": lambda p: p.grad.mul_(0.5),
+    "data": lambda p: p.grad.data.neg_(),
+    "drop": lambda p: setattr(p, "grad", None),
+    "replace": lambda p: setattr(p, "grad", torch.full_like(p, 0.01)),
+}
+PARAMETER_EDITS: dict[str, Any] = {
+    "scale": lambda p: p.detach().mul_(0.9),
+    "freeze": lambda p: p.requires_grad_(False),
+    "unfreeze": lambda p: p.requires_grad_(True),
 }
 NAMES = [name for name, _ in make_net().named_parameters()]
 
@@ -41,38 +52,33 @@ class AnyTraining(RuleBasedStateMachine):
     def start(self, kind: str, overlap: str, host: str | None, activations: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name)
-        self.engine = OffloadEngine(
-            engine_settings(
-                self.path,
-                host,
-                optimizer={"overlap": overlap, "subgroup_size": 60},
-                activations={"enabled": activations},
-            )
+        config = engine_settings(
+            self.path,
+            host,
+            optimizer={"overlap": overlap, "subgroup_size": 60},
+            activations={"enabled": activations},
         )
-        self.models = [make_net(), make_net()]
-        self.optimizers: list[Any] = [KINDS[kind](model.parameters()) for model in self.models]
-        self.optimizers[1] = self.engine.attach(self.models[1], self.optimizers[1])
+        self.engine = OffloadEngine(config)
+        self.runs = [Run(KINDS[kind]), Run(KINDS[kind])]
+        self.runs[1].optimizer = self.engine.attach(self.runs[1].model, self.runs[1].optimizer)
         self.graphs: list[list[torch.Tensor]] = []
 
-    def both(self) -> Any:
-        return zip(self.models, self.optimizers, strict=True)
-
     def check(self) -> None:
-        plain, offloaded = (snapshot(model, optimizer) for model, optimizer in self.both())
+        plain, offloaded = (snapshot(run.model, run.optimizer) for run in self.runs)
         assert_same_bits(offloaded, plain)
 
     @rule(number=st.integers(0, 5), extra=st.booleans(), last=st.sampled_from([None, True, False]))
     def forward_and_backward(self, number: int, extra: bool, last: bool | None) -> None:
         if last is not None:
             self.engine.microbatch(0, last=last)
-        for model in self.models:
-            if any(p.requires_grad for p in model.parameters()):
-                loss_of(model, number, extra).backward()
+        for run in self.runs:
+            if any(p.requires_grad for p in run.model.parameters()):
+                run.backward(number, extra)
         self.check()
 
     @rule(number=st.integers(0, 5))
     def forward_only(self, number: int) -> None:
-        self.graphs.append([loss_of(model, number) for model in self.models])
+        self.graphs.append([loss_of(run.model, number) for run in self.runs])
         del self.graphs[:-2]
 
     @rule()
@@ -91,80 +97,64 @@ class AnyTraining(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 2))
     def step(self, times: int) -> None:
-        for optimizer in self.optimizers:
+        for run in self.runs:
             for _ in range(times):
-                optimizer.step()
+                run.optimizer.step()
         self.check()
 
     @rule(whole=st.booleans(), to_none=st.booleans())
     def zero_grad(self, whole: bool, to_none: bool) -> None:
-        for model, optimizer in self.both():
-            (model if whole else optimizer).zero_grad(set_to_none=to_none)
+        for run in self.runs:
+            (run.model if whole else run.optimizer).zero_grad(set_to_none=to_none)
 
     @rule(norm=st.sampled_from([1e-3, 0.5, 1e6]))
     def clip(self, norm: float) -> None:
-        for model in self.models:
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
+        for run in self.runs:
+            nn.utils.clip_grad_norm_(run.model.parameters(), norm)
 
-    @rule(name=st.sampled_from(NAMES), how=st.sampled_from(["scale", "data", "drop", "replace"]))
-    def edit_a_gradient(self, name: str, how: str) -> None:
-        for model in self.models:
-            parameter = model.get_parameter(name)
-            if parameter.grad is None:
-                continue
-            if how == "scale":
-                parameter.grad.mul_(0.5)
-            elif how == "data":
-                parameter.grad.data.neg_()
-            elif how == "drop":
-                parameter.grad = None
-            else:
-                parameter.grad = torch.full_like(parameter, 0.01)
+    @rule(name=st.sampled_from(NAMES), edit=st.sampled_from(list(GRADIENT_EDITS)))
+    def edit_a_gradient(self, name: str, edit: str) -> None:
+        for run in self.runs:
+            if run.model.get_parameter(name).grad is not None:
+                GRADIENT_EDITS[edit](run.model.get_parameter(name))
 
-    @rule(name=st.sampled_from(NAMES))
-    def edit_a_weight(self, name: str) -> None:
-        for model in self.models:
-            with torch.no_grad():
-                model.get_parameter(name).mul_(0.9)
-
-    @rule(name=st.sampled_from(NAMES), value=st.booleans())
-    def freeze_or_unfreeze(self, name: str, value: bool) -> None:
-        for model in self.models:
-            model.get_parameter(name).requires_grad_(value)
+    @rule(name=st.sampled_from(NAMES), edit=st.sampled_from(list(PARAMETER_EDITS)))
+    def edit_a_parameter(self, name: str, edit: str) -> None:
+        for run in self.runs:
+            PARAMETER_EDITS[edit](run.model.get_parameter(name))
 
     @rule(lr=st.sampled_from([1e-3, 1e-2, 0.05]))
     def change_the_learning_rate(self, lr: float) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
+        for run in self.runs:
+            for group in run.optimizer.param_groups:
                 group["lr"] = lr
 
     @rule(name=st.sampled_from(NAMES), delete=st.booleans())
     def edit_or_delete_a_state(self, name: str, delete: bool) -> None:
-        for model, optimizer in self.both():
-            parameter = model.get_parameter(name)
-            if parameter not in optimizer.state:
+        for run in self.runs:
+            parameter, states = run.model.get_parameter(name), run.optimizer.state
+            if parameter not in states:
                 continue
             if delete:
-                del optimizer.state[parameter]
+                del states[parameter]
                 continue
-            state = dict(optimizer.state[parameter])
+            state = dict(states[parameter])
             for key in ("exp_avg", "momentum_buffer"):
                 if state.get(key) is not None:
                     state[key] = state[key] * 0.5
-            optimizer.state[parameter] = state
+            states[parameter] = state
         self.check()
 
     @rule(crosswise=st.booleans())
     def save_and_load(self, crosswise: bool) -> None:
         saved = [
-            copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            for model, optimizer in self.both()
+            copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict())) for run in self.runs
         ]
-        for (model, optimizer), (weights, states) in zip(
-            self.both(), reversed(saved) if crosswise else saved, strict=True
-        ):
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(states)
+        if crosswise:
+            saved.reverse()
+        for run, (weights, states) in zip(self.runs, saved, strict=True):
+            run.model.load_state_dict(weights)
+            run.optimizer.load_state_dict(states)
         self.check()
 
     def teardown(self) -> None:

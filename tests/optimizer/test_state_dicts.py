@@ -1,34 +1,43 @@
-"""State dicts and states are those of the plain optimizer, both ways."""
+"""State dicts and states are those of the plain optimizer, both ways, quantized ones as well."""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import ConfigError
+from tests.optimizer.custom_optimizers import QUANTIZED
 from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OPTIMIZERS,
     OVERLAPS,
     Run,
+    WideNet,
     adamw,
     assert_same_state_dict,
+    make_layers,
+    make_net,
     offloading,
     steps,
 )
-from tests.training import assert_same_bits, in_turn
+from tests.training import assert_same_bits, assert_same_history, bits, in_turn
 
-# ---------------------------------------------------------------------- state dicts
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": adamw,
-    "Adam amsgrad": lambda m: Adam(m.parameters(), 1e-2, amsgrad=True),
-    "SGD momentum": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
-    "SGD": lambda m: SGD(m.parameters(), 0.1),
+    "SGD momentum": OPTIMIZERS["SGD momentum"],
+    "SGD": OPTIMIZERS["SGD"],
+    "Adam amsgrad": OPTIMIZERS["Adam amsgrad fused"],
+    "of somebody else's": OPTIMIZERS["of somebody else's"],
     "named groups": lambda m: AdamW(
         [
             {"params": list(m.named_parameters())[:3], "lr": 0.1},
@@ -36,6 +45,7 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
         ],
         1e-2,
     ),
+    **QUANTIZED,
 }
 
 
@@ -58,37 +68,48 @@ def test_a_state_dict_is_a_copy(disk: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "name", "pending", "through_a_file"),
-    in_turn(OVERLAPS * 3, list(MAKE), [False, True, True], [True, True, False, False]),
+    ("name", "overlap", "pending", "through_a_file"),
+    in_turn(
+        MAKE,
+        EVERY_OVERLAP,
+        [True, False, False, False, False, True],
+        [True, True, False, False],
+    ),
 )
+@pytest.mark.usefixtures("uncompiled")
 def test_checkpoints_go_both_ways(
     name: str, overlap: str, pending: bool, through_a_file: bool, disk: Path
 ) -> None:
     """Plain, offloaded, and changing over in the middle: all the same."""
+    quantized = name in QUANTIZED
+
+    def new_run(engine: Any = None) -> Run:
+        return Run(MAKE[name], engine, overlap == "eager", WideNet if quantized else make_net)
 
     def handed_over(run: Run, engine: Any) -> Run:
         state: Any = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-        if through_a_file:
+        if through_a_file or quantized:
             file = io.BytesIO()
             torch.save(state, file)
             file.seek(0)
-            state = torch.load(file, weights_only=True)
+            state = torch.load(file, weights_only=not quantized)
         else:
             state = copy.deepcopy(state)
-        other = Run(MAKE[name], engine)
+        other = new_run(engine)
         if pending:  # what ran ahead must not survive the loading
             other.backward(77)
         other.model.load_state_dict(state["model"])
         other.optimizer.load_state_dict(state["optimizer"])
         other.model.zero_grad()
+        assert_same_state_dict(other.optimizer.state_dict(), run.optimizer.state_dict())
         return other
 
-    plain = Run(MAKE[name])
+    plain = new_run()
     fresh = plain.optimizer.state_dict()
     steps(plain, 6)
     with offloading(disk, overlap) as engine:
-        assert_same_state_dict(Run(MAKE[name], engine).optimizer.state_dict(), fresh)
-        run = Run(MAKE[name])
+        assert_same_state_dict(new_run(engine).optimizer.state_dict(), fresh)
+        run = new_run()
         steps(run, 2)
         run = handed_over(run, engine)
         steps(run, 2, start=2)
@@ -96,6 +117,8 @@ def test_checkpoints_go_both_ways(
         steps(run, 1, start=4)
         run.optimizer = engine.attach(None, run.optimizer)  # with the states that it has
         steps(run, 1, start=5)
+        state = run.optimizer.state[run.model.first.weight]
+        run.optimizer.state[run.model.first.weight] = state
         assert_same_bits(run.history[-1], plain.history[-1])
         assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
@@ -113,7 +136,6 @@ def test_loading_a_state_dict_of_another_model_is_refused_and_changes_nothing(
         assert_same_state_dict(run.optimizer.state_dict(), before)
 
 
-# ---------------------------------------------------------------------- optimizer.state
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
     plain = Run(adamw)
@@ -131,3 +153,108 @@ def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
             assert_same_state_dict(dict(states[parameter]), dict(expected.get(twin, {})))
         assert {names[p] for p, _ in states.items()} == {names[p] for p in states}
         assert "anything" not in states
+
+
+# ---------------------------------------------------------------------- quantized states
+def test_updates_are_compiled_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inductor takes many seconds for each graph.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled = torch._dynamo.utils.counters["stats"]
+
+    def train(engine: OffloadEngine | None = None) -> tuple[list[Any], Optimizer]:
+        model = make_layers(2, 64)
+        optimizer = QUANTIZED["torchao AdamW8bit"](model)
+        if engine is not None:
+            optimizer = engine.attach(model, optimizer)
+        history = []
+        for step in range(5):
+            model(torch.full((2, 64), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append([*map(bits, model.parameters()), compiled["unique_graphs"]])
+        return history, optimizer
+
+    plain, plain_optimizer = train()
+    for overlap in EVERY_OVERLAP:
+        with offloading(disk, overlap) as engine:
+            offloaded, optimizer = train(engine)
+            assert [each[:-1] for each in offloaded] == [each[:-1] for each in plain]
+            assert_same_state_dict(optimizer.state_dict(), plain_optimizer.state_dict())
+            assert len({each[-1] for each in offloaded[1:]}) == 1  # nothing was compiled again
+
+
+def _assert_refused(
+    disk: Path, model: nn.Module, optimizer: Optimizer, reason: str, **section: str
+) -> None:
+    with (
+        offloading(disk, optimizer={"enabled": True, **section}) as engine,
+        pytest.raises(ConfigError, match=reason),
+    ):
+        engine.attach(model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["momentum", "torchao AdamW8bit", "bitsandbytes AdamW8bit"])
+def test_quantized_states_are_not_rounded_once_more(name: str, disk: Path) -> None:
+    model = WideNet()
+    reason = r"quantizes its states itself.*state_dtype.*float32"
+    _assert_refused(disk, model, QUANTIZED[name](model), reason, state_dtype="bfloat16")
+
+
+def test_parameters_that_an_optimizer_moves_are_refused(disk: Path) -> None:
+    model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = QUANTIZED["bitsandbytes AdamW8bit"](model)
+    _assert_refused(disk, model, optimizer, "make them contiguous")
+
+
+def test_random_rounding_is_refused(disk: Path) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = QUANTIZED["torchao AdamW8bit"](model, bf16_stochastic_round=True)
+    _assert_refused(disk, model, optimizer, "draws random numbers")
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_parameters_may_override_settings(overlap: str, disk: Path) -> None:
+    """Transformers does that for embeddings, whose states then have 32 bits."""
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+
+    def overridden(engine: OffloadEngine | None = None) -> Run:
+        run = Run(QUANTIZED["bitsandbytes AdamW8bit"], engine, overlap == "eager", WideNet)
+        manager.initialize()
+        manager.register_module_override(run.model.embedding, "weight", {"optim_bits": 32})
+        manager.override_config(run.model.first.weight, "lr", 1e-4)
+        manager.register_parameters(run.model.parameters())  # by their places, of other groups
+        return run
+
+    plain = overridden()
+    steps(plain, 5)
+    with offloading(disk, overlap) as engine:
+        run = overridden(engine)
+        steps(run, 5)
+        assert_same_history(run.history, plain.history)
+        assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+        assert run.optimizer.state[run.model.embedding.weight]["state1"].dtype is torch.float32
+        assert run.optimizer.state[run.model.first.weight]["state1"].dtype is torch.uint8
+    manager.initialize()
+
+
+class LoadsByItself(AdamW):
+    """As torchao's and bitsandbytes' do, it sees what is loaded, and casts it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+
+
+@pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit", None])
+@pytest.mark.usefixtures("uncompiled")
+def test_loading_does_not_round_master_weights(name: str | None, disk: Path) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    with offloading(disk, optimizer={"master_weights": True}) as engine:
+        inner = QUANTIZED[name](model) if name else LoadsByItself(model.parameters(), lr=1e-3)
+        optimizer = engine.attach(model, inner)
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        assert bits(saved["state"][0]["master_weight"].bfloat16()) == bits(model.weight)
+        optimizer.load_state_dict(saved)
+        assert_same_state_dict(optimizer.state_dict(), saved)
+        assert optimizer.param_groups[0]["params"][0] is model.weight

@@ -24,6 +24,34 @@ def through_torch_save(g: torch.Tensor) -> Any:
     return loaded
 
 
+def copied_with_a_row(g: torch.Tensor) -> torch.Tensor:
+    """Copies of what shares memory share theirs."""
+    row, whole = copy.deepcopy((g[1], g))
+    row.fill_(7)
+    return whole
+
+
+def times_what_changes(g: torch.Tensor) -> None:
+    """A factor of the time, whatever becomes of it."""
+    factor = torch.tensor(0.5)
+    g.mul_(factor)
+    factor.fill_(3.0)
+
+
+def unscaled(g: torch.Tensor, inverse: float) -> float:
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_([g], found, torch.tensor(inverse))
+    return float(found)
+
+
+def with_gradient(g: torch.Tensor) -> nn.Parameter:
+    """A parameter with this gradient, which is dense but maybe transposed."""
+    parameter = nn.Parameter(torch.empty_like(g))
+    parameter.grad = g
+    assert parameter.grad is g
+    return parameter
+
+
 #: What takes a copy, or a figure: the values stay where they are.
 READS: dict[str, Callable[[Any], Any]] = {
     "clone": lambda g: g.clone(),
@@ -46,6 +74,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "assigned into another": lambda g: torch.ones(2, *g.shape, dtype=g.dtype).index_put_(
         (torch.tensor([1]),), g
     ),
+    "norms": lambda g: [g.norm(2, dim=0), g.norm("fro"), torch.linalg.norm(g)],
+    "a norm of another dtype": lambda g: torch.linalg.vector_norm(g, 2, dtype=torch.float64),
+    "a norm into another": lambda g: torch.linalg.vector_norm(g, 2, out=g.new_empty(())),
+    "listed norms": lambda g: torch._foreach_norm([g, torch.ones(3), g], ord=1),
     "tolist": lambda g: g.tolist(),
     "repr": lambda g: repr(g),
     "deepcopy": lambda g: copy.deepcopy(g),
@@ -56,7 +88,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "bool": lambda g: bool(g),
     "contiguous": lambda g: g.contiguous().sum(),
     "unchanged by to": lambda g: g.to(g.dtype) is g and g.cpu() is g,
-    "refused": lambda g: g + torch.ones(3),
+    "not of its shape": lambda g: g + torch.ones(3),
     "not a scalar": lambda g: g.item(),
 }
 
@@ -93,6 +125,7 @@ PINS: dict[str, Callable[[Any], Any]] = {
     "dlpack": lambda g: torch.from_dlpack(g),
     "as_tensor": lambda g: torch.as_tensor(g).mul_(torch.full_like(g, 3.0)),
     "copy": lambda g: copy.copy(g).add_(1),
+    "deepcopy with a row": copied_with_a_row,
     "size of its storage": lambda g: g.untyped_storage().nbytes(),
     "address": lambda g: g.data_ptr() % 8,
     "shared": lambda g: (g.share_memory_() is g, g.is_shared()),
@@ -118,6 +151,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "times a number": lambda g: g.mul_(0.3),
     "times a tensor": lambda g: g.mul_(torch.tensor(0.3)),
     "times a double": lambda g: g.mul_(torch.tensor(0.3, dtype=torch.float64)),
+    "times a tensor that changes": times_what_changes,
     "by a number": lambda g: g.div_(3),
     "operator by": lambda g: g.__itruediv__(7.0),
     "clamped": lambda g: g.clamp_(-0.2, 0.3),
@@ -141,22 +175,8 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     ),
     "clipped by norm": lambda g: nn.utils.clip_grad_norm_(with_gradient(g), 0.1),
     "refused": lambda g: g.clamp_(),
+    "refused for its limit": lambda g: g.clamp_(1e300),
 }
-# A tensor of another class in the place of a clamped one would be its limits.
-
-
-def unscaled(g: torch.Tensor, inverse: float) -> float:
-    found = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_([g], found, torch.tensor(inverse))
-    return float(found)
-
-
-def with_gradient(g: torch.Tensor) -> nn.Parameter:
-    """A parameter with this gradient, which is dense but maybe transposed."""
-    parameter = nn.Parameter(torch.empty_like(g))
-    parameter.grad = g
-    assert parameter.grad is g
-    return parameter
 
 
 def scaled(g: Any) -> None:

@@ -1,29 +1,48 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 pytest.register_assert_rewrite("tests.optimizer.gradients.pairs")
 
-from tests.optimizer.gradients.pairs import SOURCES, MakePair, Pair, gradient  # noqa: E402
+from tests.optimizer.gradients.acts import PREPARED  # noqa: E402
+from tests.optimizer.gradients.pairs import (  # noqa: E402
+    DTYPES,
+    LAYOUTS,
+    SOURCES,
+    MakePair,
+    Pair,
+    gradient,
+)
 from tests.store.conftest import make_rig, rig  # noqa: E402
 from tests.store.rig import Rig  # noqa: E402
+from tests.training import in_turn  # noqa: E402
 
-__all__ = ["kind", "make_rig", "pair_of", "rig"]
+__all__ = ["make_rig", "pair_of", "prepared_pair", "rig"]
 
 
 @pytest.fixture(params=SOURCES)
-def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of source that has the values."""
-    found: str = request.param
-    return found
-
-
-@pytest.fixture
-def pair_of(kind: str, rig: Rig) -> MakePair:
-    """Makes a plain gradient and an offloaded gradient for the same."""
+def pair_of(request: pytest.FixtureRequest, rig: Rig) -> MakePair:
+    """Makes a plain gradient and an offloaded gradient for the same, of each kind of source."""
 
     def make(values: torch.Tensor | None = None) -> Pair:
-        return Pair.of(gradient() if values is None else values, kind, rig)
+        return Pair.of(gradient() if values is None else values, request.param, rig)
+
+    return make
+
+
+@pytest.fixture(
+    params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]), ids=str
+)
+def prepared_pair(request: pytest.FixtureRequest, pair_of: MakePair) -> MakePair:
+    """Makes pairs of each dtype in each layout, and each of both as it came and with steps."""
+    (dtype, layout), prepared = request.param
+
+    def make(shape: tuple[int, ...] = (7, 5)) -> Pair:
+        pair = pair_of(gradient(dtype, layout, shape))
+        pair.same(PREPARED[prepared])
+        return pair
 
     return make

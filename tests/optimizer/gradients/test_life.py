@@ -1,8 +1,7 @@
-"""Zeroing, freeing, failures, and gradients of unusual shapes and dtypes."""
+"""Zeroing, freeing, failures, gradients of unusual shapes, and those that an update used up."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import weakref
@@ -13,38 +12,39 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
+from offload_strategy.errors import OffloadError, StorageError
+from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient, StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from tests.optimizer.gradients.acts import scaled, unscaled
-from tests.optimizer.gradients.pairs import (
-    MakePair,
-    Pair,
-    assert_same,
-    forbid_loading,
-    gradient,
-    source_of,
-)
+from tests.optimizer.gradients.acts import PINS, READS, STEPS, scaled, unscaled, with_gradient
+from tests.optimizer.gradients.pairs import MakePair, Pair, assert_same, forbid_loading, gradient
 from tests.store.rig import MakeRig, Rig
 
+Act = Callable[[Any], Any]
+
 # ---------------------------------------------------------------------- zeros
-ZEROING: dict[str, Callable[[Any], Any]] = {
-    "zero_": lambda g: g.zero_(),
-    "listed": lambda g: torch._foreach_zero_([g, torch.ones(3)]),
-    "through data": lambda g: g.data.zero_(),
+ZEROING: dict[str, Act] = {
+    "zero_": lambda p: p.grad.zero_(),
+    "listed": lambda p: torch._foreach_zero_([p.grad, torch.ones(3)]),
+    "by the optimizer, foreach": lambda p: torch.optim.SGD([p], lr=0.1, foreach=True).zero_grad(
+        set_to_none=False
+    ),
+    "through data": lambda p: p.grad.data.zero_(),
+    "by the model": lambda p: nn.ParameterList([p]).zero_grad(set_to_none=False),
+    "filled": lambda p: p.grad.fill_(0.0),
+    "copied into": lambda p: p.grad.copy_(torch.zeros_like(p)),
 }
 
 
-@pytest.mark.parametrize("zeroing", ZEROING)
+@pytest.mark.parametrize("zeroing", ZEROING.values(), ids=ZEROING)
 def test_zeroing_loads_nothing_and_frees_the_ticket(
-    pair_of: MakePair, rig: Rig, zeroing: str, monkeypatch: pytest.MonkeyPatch
+    pair_of: MakePair, rig: Rig, zeroing: Act, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of()
     scaled(pair.offloaded)
     with monkeypatch.context() as patch:
         forbid_loading(pair.offloaded, patch)
-        ZEROING[zeroing](pair.offloaded)
-    ZEROING[zeroing](pair.plain)
+        zeroing(with_gradient(pair.offloaded))
+    zeroing(with_gradient(pair.plain))
     assert rig.store.live_tickets == 0
     assert pair.edited
     pair.check()
@@ -52,8 +52,8 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(
         pair.same(act)
         pair.check()
     # What others have an alias of is zeroed in place.
-    pair.same(lambda g: setattr(g, "kept", g.view(-1)) if g.is_contiguous() else None)
-    pair.same(ZEROING[zeroing])
+    pair.same(lambda g: setattr(g, "kept", g.view(-1)))
+    pair.same(lambda g: zeroing(with_gradient(g)))
     pair.same(lambda g: g.kept)
     pair.check()
 
@@ -113,17 +113,6 @@ def test_operators_made_of_others_in_inference_mode(pair_of: MakePair) -> None:
     pair.check()
 
 
-def test_copies_of_what_shares_memory_share_theirs(pair_of: MakePair) -> None:
-    pair = pair_of()
-
-    def act(g: Any) -> Any:
-        row, whole = copy.deepcopy((g[1], g))
-        row.fill_(7)
-        return whole
-
-    pair.same(act)
-
-
 def test_a_failing_disk_is_told_and_the_gradient_is_as_before(make_rig: MakeRig) -> None:
     rig = make_rig()
     pair = Pair.of(gradient(), "stored", rig)
@@ -161,15 +150,11 @@ def test_shapes_of_all_kinds(pair_of: MakePair, shape: tuple[int, ...]) -> None:
         assert_same(pair.backing.values(), pair.plain)
 
 
-def test_complex_gradients_are_not_recorded_but_right(rig: Rig) -> None:
-    values = torch.complex(gradient(), gradient(seed=1))
-    for source in ("held", "stored"):
-        pair = Pair(
-            values.clone(), OffloadedGradient.of(source_of(source, values, rig), like=values)
-        )
-        for act in (lambda g: g.mul_(0.5), lambda g: g.mul_(1j), lambda g: g.abs(), torch.norm):
-            pair.same(act)
-            assert torch.equal(torch.clone(pair.offloaded), pair.plain)
+def test_complex_gradients_are_not_recorded_but_right(pair_of: MakePair) -> None:
+    pair = pair_of(torch.complex(gradient(), gradient(seed=1)))
+    for act in (lambda g: g.mul_(0.5), lambda g: g.mul_(1j), lambda g: g.abs(), torch.norm):
+        pair.same(act)
+        assert torch.equal(torch.clone(pair.offloaded), pair.plain)
 
 
 def test_no_gap_may_be_stored(rig: Rig) -> None:
@@ -192,3 +177,71 @@ def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(
         with pytest.raises(RuntimeError):
             unbound(pair.offloaded)
     pair.check()
+
+
+# ---------------------------------------------------------------------- used up by an update
+WHAT = "parameter 'head.weight' (3 x 5)"
+
+
+def consumed() -> OffloadedGradient:
+    return OffloadedGradient.of(ConsumedGradient(WHAT), like=torch.empty(3, 5))
+
+
+#: Acts that need no values, or are refused for another reason.
+WITHOUT_VALUES = frozenset(
+    {
+        *("full like it", "empty like it", "like it in another dtype", "random like it"),
+        *("repr", "classes", "bool", "unchanged by to", "not a scalar"),
+        *("filled", "filled by a tensor", "copied into", "copied from its transpose", "data set"),
+        *("data set to another shape", "from a vector", "refused", "refused for its limit"),
+    }
+)
+USES: dict[str, Act] = {
+    **{n: act for n, act in (READS | PINS | STEPS).items() if n not in WITHOUT_VALUES},
+    "norm of data": lambda g: g.data.norm(),
+    "listed norm": lambda g: torch._foreach_norm([g]),
+    "raw": lambda g: g.backing.raw(),
+    "updated with": lambda g: torch.optim.SGD([with_gradient(g)], lr=0.1).step(),
+    "of a model that is converted": lambda g: nn.ParameterList([with_gradient(g)]).double(),
+    "of another backward": lambda g: (with_gradient(g) ** 2).sum().backward(create_graph=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_whatever_needs_the_values_names_parameter_reason_and_remedy() -> None:
+    for name, use in USES.items():
+        offloaded = consumed()
+        with pytest.raises(OffloadError) as refused:
+            use(offloaded)
+        for part in (WHAT, "overlap: eager", "overlap: commit", "step()"):
+            assert part in str(refused.value), name
+        assert not offloaded.backing.edited, name
+        assert not offloaded.backing.history.edits, name
+
+
+def test_its_metadata_are_those_of_the_gradient() -> None:
+    g = consumed()
+    assert (g.shape, g.dtype, g.stride(), g.grad_fn) == ((3, 5), torch.float32, (5, 1), None)
+    assert "consumed" in repr(g)
+    assert "consumed" in f"{g}"
+    assert g.data.shape == g.detach().shape == (3, 5)
+    assert torch.equal(torch.zeros_like(g), torch.zeros(3, 5))
+    g.detach_()
+    g.requires_grad_(False)
+    assert g.to("cpu") is g
+
+
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.grad.data = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("zeroing", [*ZEROING.values(), replaced], ids=[*ZEROING, "replaced"])
+def test_zeroed_it_is_a_gradient_again(zeroing: Act) -> None:
+    parameter = with_gradient(consumed())
+    kept = parameter.grad
+    zeroing(parameter)
+    assert parameter.grad is kept
+    assert torch.equal(parameter.grad, torch.zeros(3, 5))
+    assert "consumed" not in repr(parameter.grad)
+    (parameter * 2).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((3, 5), 2.0))

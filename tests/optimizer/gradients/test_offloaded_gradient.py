@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 
 from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS, scaled
 from tests.optimizer.gradients.pairs import (
-    DTYPES,
-    LAYOUTS,
     MakePair,
     Pair,
     Raised,
@@ -22,27 +19,13 @@ from tests.optimizer.gradients.pairs import (
     gradient,
     outcome,
 )
-from tests.training import in_turn
 
-#: Each dtype in each layout, and each of both as it came and with steps.
-EVERY_PAIR = pytest.mark.parametrize(
-    ("dtype", "layout", "prepared"),
-    [
-        (*pair, prepared)
-        for pair, prepared in in_turn(
-            product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]
-        )
-    ],
-)
+Act = Callable[[Any], Any]
 
 
-@EVERY_PAIR
-def test_reads_give_what_the_plain_gradient_gives(
-    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
-) -> None:
-    def check(name: str, act: Callable[[Any], Any]) -> None:
-        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
-        pair.same(PREPARED[prepared])
+def test_reads_give_what_the_plain_gradient_gives(prepared_pair: MakePair) -> None:
+    def check(act: Act) -> None:
+        pair = prepared_pair()
         history = pair.backing.history
         result = pair.same(act)
         pair.check()
@@ -57,18 +40,20 @@ def test_reads_give_what_the_plain_gradient_gives(
     for_each(READS, check)
 
 
-@EVERY_PAIR
-def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
-    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
-) -> None:
-    def check(name: str, act: Callable[[Any], Any]) -> None:
-        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
-        pair.same(PREPARED[prepared])
-        expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
-        assert (expected is pair.plain) == (result is pair.offloaded)
-        assert_same(result, expected)
-        pair.check()
-        if dtype is torch.float32 and not isinstance(result, Raised):
+def _same_result(pair: Pair, act: Act) -> tuple[Any, Any]:
+    """Results, plain and offloaded, of an act that may return what it is done to."""
+    expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
+    assert (expected is pair.plain) == (result is pair.offloaded)
+    assert_same(result, expected)
+    pair.check()
+    return expected, result
+
+
+def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(prepared_pair: MakePair) -> None:
+    def check(act: Act) -> None:
+        pair = prepared_pair()
+        expected, result = _same_result(pair, act)
+        if pair.plain.dtype is torch.float32 and not isinstance(result, Raised):
             assert pair.edited
         # Aliases see what comes later.
         pair.same(lambda g: g.mul_(3))
@@ -78,17 +63,10 @@ def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
     for_each(PINS, check)
 
 
-@EVERY_PAIR
-def test_edits_are_recorded_and_give_the_same_bits(
-    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
-) -> None:
-    def check(name: str, act: Callable[[Any], Any]) -> None:
-        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
-        pair.same(PREPARED[prepared])
-        expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
-        assert (expected is pair.plain) == (result is pair.offloaded)
-        assert_same(result, expected)
-        pair.check()
+def test_edits_are_recorded_and_give_the_same_bits(prepared_pair: MakePair) -> None:
+    def check(act: Act) -> None:
+        pair = prepared_pair()
+        _same_result(pair, act)
         assert not pair.edited
         pair.same(lambda g: g._version)
         # An update ahead of step() starts from the raw values, one at step() gets the edited ones.
@@ -96,10 +74,9 @@ def test_edits_are_recorded_and_give_the_same_bits(
         assert_same(pair.backing.values(), pair.plain)
         assert_same(pair.backing.values(), pair.plain)
         pair.check()
-        pair.same(lambda g: g.mul_(0.7))
-        assert_same(pair.backing.values(), pair.plain)
-        pair.same(lambda g: g.add_(1))
-        assert_same(pair.backing.values(), pair.plain)
+        for later in (lambda g: g.mul_(0.7), lambda g: g.add_(1)):
+            pair.same(later)
+            assert_same(pair.backing.values(), pair.plain)
         pair.check()
 
     for_each(STEPS, check)

@@ -1,0 +1,243 @@
+"""What waits for `step()` in memory or on the tiers, and buffers that stay for the next step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory import idle_memory as idle
+from offload_strategy.host_memory import pool as pool_module
+from offload_strategy.host_memory.arena import Arena
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.units import MiB
+from tests.optimizer.runs import (
+    adamw,
+    give_room_for_new_weights,
+    let_gradients_leave,
+    make_layers,
+    offloading,
+)
+from tests.training import assert_same_bits, moved, on_disk, settings, weights
+
+Watch = Callable[[nn.Module], None]
+
+
+def _backward(model: nn.Module) -> None:
+    width = model[0].in_features
+    model(torch.ones(2, width)).pow(2).mean().backward()
+
+
+def _train(
+    model: nn.Module,
+    engine: OffloadEngine | None,
+    watch: Watch = lambda model: None,
+    steps: int = 3,
+) -> nn.Module:
+    """Train; `watch` gets the model after each backward."""
+    optimizer: Optimizer = adamw(model)
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        _backward(model)
+        watch(model)
+        optimizer.step()
+    return model
+
+
+def _stored(model: nn.Module) -> list[bool]:
+    """Of each large gradient, whether it is on a tier."""
+    gradients = [p.grad for p in model.parameters()]
+    assert all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
+    return [isinstance(g.backing._source, StoredGradient) for g in gradients]
+
+
+# ---------------------------------------------------------------------- new weights
+_WIDTH = 64
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_new_weights_stay_in_memory_where_there_is_room(
+    has_room: bool, disk: Path, monkeypatch: pytest.MonkeyPatch, aheads: list[AheadUpdate]
+) -> None:
+    let_gradients_leave(monkeypatch)
+    give_room_for_new_weights(monkeypatch, has_room)
+    in_memory: list[bool] = []
+
+    def watch(model: nn.Module) -> None:
+        ran = aheads[len(in_memory) :]  # and not those whose states came too late
+        in_memory.extend(bool(ahead.new_weights.tensors) for ahead in ran)
+        on_disk(engine)  # step() would cancel what is not
+
+    with offloading(disk, optimizer={"subgroup_size": _WIDTH**2}) as engine:
+        trained = _train(make_layers(4, _WIDTH), engine, watch)
+        on_disk(engine)
+        written = moved(engine, "optimizer")
+        assert engine._resources.pool._limit.waiting == 0
+    assert set(in_memory) == {has_room}
+    # Two states and, of what was updated ahead, gradients and, without room, new weights.
+    parts = 3 * 2 * 4 + len(in_memory) * (2 - has_room)
+    assert written == parts * _WIDTH**2 * 4
+    assert_same_bits(weights(trained), weights(_train(make_layers(4, _WIDTH), None)))
+
+
+@pytest.mark.parametrize("kept", ["nothing", "alias", "numpy", "strides"])
+def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use_it(
+    kept: str, disk: Path, monkeypatch: pytest.MonkeyPatch, aheads: list[AheadUpdate]
+) -> None:
+    let_gradients_leave(monkeypatch)
+    give_room_for_new_weights(monkeypatch, True)
+    keeping: list[object] = []
+    found: list[tuple[int, torch.Tensor]] = []
+
+    def keep(parameter: torch.Tensor) -> None:
+        """Runs before the engine's own hook, and sees the plain gradient."""
+        if kept == "strides":
+            parameter.grad = parameter.grad.t().contiguous().t()
+        elif kept != "nothing":
+            keeping.append(parameter.grad.numpy() if kept == "numpy" else parameter.grad.view(-1))
+        found.append((parameter.grad.data_ptr(), parameter.grad.clone()))
+
+    def watch(model: nn.Module) -> None:
+        if len(found) == 1:  # others may not be updated ahead
+            [(address, gradient)] = found
+            new_weights = aheads[0].new_weights.tensors[0]
+            assert (new_weights.data_ptr() == address) == (kept == "nothing")
+            assert torch.equal(model[0].weight.grad, gradient)
+            # What somebody may change at any time stays where it is.
+            assert _stored(model) == [kept not in ("alias", "numpy")]
+
+    def trained(engine: OffloadEngine | None, watch: Watch) -> nn.Module:
+        model = make_layers(1, _WIDTH)
+        model[0].weight.register_post_accumulate_grad_hook(keep)
+        return _train(model, engine, watch)
+
+    with offloading(disk, optimizer={"subgroup_size": _WIDTH**2}) as engine:
+        offloaded = trained(engine, watch)
+        assert_same_bits(weights(offloaded), weights(trained(None, lambda model: None)))
+
+
+# ---------------------------------------------------------------------- gradients
+_WIDE = 600  # a weight of 1.4 MB
+
+
+def _keeping_gradients(disk: Path, memory: str) -> OffloadEngine:
+    options = {"gradient_memory": memory, "subgroup_size": 100_000}
+    return OffloadEngine(settings(disk, optimizer=options, activations={"enabled": False}))
+
+
+def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_room_for_new_weights(monkeypatch, True)
+    written = []
+    for memory, expected in (("3MiB", [True, True, False, False]), ("1GiB", [False] * 4)):
+        with _keeping_gradients(disk, memory) as engine:
+            model = make_layers(4, _WIDE)
+            storages: list[weakref.ref[torch.UntypedStorage]] = []
+            for parameter in model.parameters():  # before the engine's own hook
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, storages=storages: storages.append(
+                        weakref.ref(p.grad.untyped_storage())
+                    )
+                )
+            optimizer = engine.attach(model, adamw(model))
+            _backward(model)
+            on_disk(engine)
+            # Backward goes from the last to the first: two of 1.4 MB find room.
+            assert _stored(model) == expected
+            assert [storage() is None for storage in storages] == expected[::-1]
+            optimizer.step()
+            optimizer.zero_grad()
+            on_disk(engine)
+            written.append(moved(engine, "optimizer"))
+            states = 2 * 4 * _WIDE**2 * 4
+            used = engine.metrics()["offload/tier/nvme/used_bytes"]
+            assert states <= used < states + _WIDE**2 * 4
+    # Two gradients, in whole pages, are all that is written on top.
+    assert 2 * _WIDE**2 * 4 <= written[0] - written[1] <= 2 * (_WIDE**2 * 4 + 4096)
+
+
+def test_the_tiers_must_have_room_for_gradients(disk: Path) -> None:
+    model = make_layers(4, _WIDE)
+    config = settings(disk, optimizer={"gradient_memory": "1B"}, activations={"enabled": False})
+    # Twice the states, once the weights, and not quite the gradients.
+    config["tiers"][0]["capacity"] = int(5.5 * 4 * _WIDE**2 * 4)
+    with OffloadEngine(config) as engine, pytest.raises(ConfigError, match="too little"):
+        engine.attach(model, adamw(model))
+    config["optimizer"]["gradient_memory"] = "1GiB"
+    with OffloadEngine(config) as engine:
+        engine.attach(model, adamw(model))
+
+
+# ---------------------------------------------------------------------- idle buffers
+#: What passes need is remembered for eight of them.
+_WARM_UP, _STEPS = 8, 12
+
+
+@pytest.mark.parametrize(
+    ("overlap", "activations", "host_tier"),
+    [
+        ("eager", False, None),
+        ("commit", True, None),
+        ("commit", False, "64MiB"),
+        ("off", False, None),
+    ],
+)
+def test_buffers_are_not_given_back_in_each_step(
+    overlap: str,
+    activations: bool,
+    host_tier: str | None,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if host_tier is not None:
+        # Less than the states have, which step() gives back together when new ones are current.
+        # Where they are on a disk, this little would also limit what lanes have idle in turns.
+        monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
+    pools: list[BufferPool] = []
+
+    # A process of which everything else stays as large as it is.
+    def resident_bytes() -> int:
+        return 500 * MiB + sum(p.usage().held_bytes + p._limit.waiting for p in pools)
+
+    monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
+    monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+    give_room_for_new_weights(monkeypatch, True)
+    given_back: list[int] = []
+    give_back = Arena._give_back
+
+    def noted(arena: Arena, block: int) -> None:
+        given_back.append(block)
+        give_back(arena, block)
+
+    monkeypatch.setattr(Arena, "_give_back", noted)
+    config = settings(
+        disk,
+        host_tier,
+        optimizer={"overlap": overlap, "subgroup_size": 1024**2},
+        activations={"enabled": activations},
+        memory={"pinned": "128MiB"},
+    )
+    after_backward: list[int] = []
+    with OffloadEngine(config) as engine:
+        pools.append(engine._resources.pool)
+        model = make_layers(3, 1024)
+        _train(model, engine, lambda _: after_backward.append(len(given_back)), _WARM_UP + _STEPS)
+        assert pools[0].usage().held_bytes >= 4 * MiB
+    gave_back = [later > earlier for earlier, later in pairwise(after_backward[_WARM_UP:])]
+    # How many buffers are in use at a time is up to threads: a step now and then may need more than
+    # those before it, and the next gives the rest back.
+    assert sum(gave_back) < _STEPS / 2, gave_back
