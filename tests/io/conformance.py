@@ -8,10 +8,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from ctypes import addressof, c_char
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -94,7 +92,7 @@ class Conformance:
     """The tests. A subclass says which backend, and may say which memory."""
 
     @pytest.fixture
-    def name(self) -> str:
+    def name(self):
         raise NotImplementedError
 
     def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
@@ -104,19 +102,19 @@ class Conformance:
         return True
 
     @pytest.fixture
-    def backend(self, name: str) -> Iterator[Backend]:
+    def backend(self, name):
         made = create_backend(name, threads=2, block_size=BLOCK)
         yield made
         made.close()
 
     @pytest.fixture
-    def failing(self, tmp_path: Path) -> Iterator[tuple[Region, Callable[[], None]]]:
+    def failing(self, tmp_path):
         """A region on a disk, and what makes that disk fail."""
         with loop_disk(tmp_path / "failing", 96 * MiB) as disk:
             region = Region(disk.directory, "failing", 8 * MiB)
             region.allocate(8 * MiB)
 
-            def fail() -> None:
+            def fail():
                 run("sync", "-f", disk.directory)
                 os.truncate(disk.image, 0)
                 run("losetup", "--set-capacity", disk.device)
@@ -126,9 +124,7 @@ class Conformance:
 
     @pytest.mark.parametrize("nbytes", SIZES)
     @pytest.mark.parametrize(("out", "back"), [(0, 0), (1, 0), (0, 8), (512, PAGE_BYTES - 1)])
-    def test_any_size_at_any_address_comes_back_as_it_was(
-        self, backend: Backend, region: Region, nbytes: int, out: int, back: int
-    ) -> None:
+    def test_any_size_at_any_address_comes_back_as_it_was(self, backend, region, nbytes, out, back):
         written, read = self.memory(nbytes, out), self.memory(nbytes, back)
         data = random.Random(nbytes).randbytes(nbytes)
         written.data = data
@@ -147,9 +143,7 @@ class Conformance:
                 assert other.read(nbytes) == data
 
     @pytest.mark.parametrize("nbytes", SIZES)
-    def test_a_read_that_may_fill_its_last_page_touches_no_other(
-        self, backend: Backend, region: Region, nbytes: int
-    ) -> None:
+    def test_a_read_that_may_fill_its_last_page_touches_no_other(self, backend, region, nbytes):
         written, size = self.memory(nbytes), round_up(nbytes, PAGE_BYTES)
         written.data = data = random.Random(nbytes).randbytes(nbytes)
         assert begin(backend, region.fd, written, write=True).get() is None
@@ -160,7 +154,7 @@ class Conformance:
         assert roomy.data[:nbytes] == data
         assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
 
-    def test_many_requests_at_once_in_any_order(self, backend: Backend, region: Region) -> None:
+    def test_many_requests_at_once_in_any_order(self, backend, region):
         dice = random.Random(7)
         blocks = [self.memory(dice.randint(1, BLOCK), dice.choice([0, 0, 5])) for _ in range(48)]
         contents = [dice.randbytes(block.nbytes) for block in blocks]
@@ -186,9 +180,7 @@ class Conformance:
         assert [end.get() for end in ends] == [None] * len(ends)
         assert [block.data for block in blocks] == contents
 
-    def test_reads_go_on_while_as_many_writes_as_it_asks_for_are_stuck(
-        self, backend: Backend, region: Region
-    ) -> None:
+    def test_reads_go_on_while_as_many_writes_as_it_asks_for_are_stuck(self, backend, region):
         gate = threading.Event()
         memory, wait = self.memory(PAGE_BYTES), lambda: gate.wait(60) and None
         stuck = [
@@ -201,9 +193,7 @@ class Conformance:
         assert [end.get() for end in stuck] == [None] * backend.depth
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
-    def test_calls_before_and_after_a_block_are_made_then(
-        self, backend: Backend, region: Region, write: bool
-    ) -> None:
+    def test_calls_before_and_after_a_block_are_made_then(self, backend, region, write):
         memory, other = self.memory(BLOCK), self.memory(BLOCK)
         expected = memory.data = b"1" * BLOCK
         if write:
@@ -213,11 +203,11 @@ class Conformance:
         seen: list[bytes] = []
         threads: list[str] = []
 
-        def before() -> None:
+        def before():
             threads.append(threading.current_thread().name)
             memory.data = b"2" * BLOCK
 
-        def after() -> None:
+        def after():
             threads.append(threading.current_thread().name)
             if write:
                 with open(f"/proc/self/fd/{region.fd}", "rb") as file:
@@ -233,9 +223,7 @@ class Conformance:
         assert begin(backend, region.fd, other, write=False).get() is None
         assert other.data == expected
 
-    def test_a_read_beyond_the_end_of_the_file_is_an_error(
-        self, backend: Backend, region: Region
-    ) -> None:
+    def test_a_read_beyond_the_end_of_the_file_is_an_error(self, backend, region):
         memory = self.memory(2 * PAGE_BYTES)
         for offset in (64 * MiB, 16 * MiB, 16 * MiB - PAGE_BYTES):
             error = begin(backend, region.fd, memory, write=False, offset=offset).get()
@@ -245,8 +233,8 @@ class Conformance:
     @pytest.mark.parametrize("misalignment", [0, 3])
     @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
     def test_the_last_bytes_of_a_file_of_any_length_can_be_read(
-        self, backend: Backend, tmp_path: Path, direct: bool, misalignment: int
-    ) -> None:
+        self, backend, tmp_path, direct, misalignment
+    ):
         path, data = tmp_path / "external", os.urandom(3 * PAGE_BYTES + 1234)
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -267,10 +255,10 @@ class Conformance:
     @pytest.mark.parametrize("misalignment", [0, 1])
     def test_a_disk_that_fails_is_an_error_of_each_request_and_never_wrong_data(
         self,
-        failing: tuple[Region, Callable[[], None]],  # first: it is unmounted when all is closed
-        backend: Backend,
-        misalignment: int,
-    ) -> None:
+        failing,  # first: it is unmounted when all is closed
+        backend,
+        misalignment,
+    ):
         region, fail = failing
         memory = self.memory(BLOCK, misalignment)
         places = range(0, 8 * MiB, BLOCK)
@@ -278,11 +266,11 @@ class Conformance:
             assert begin(backend, region.fd, memory, write=True, offset=offset).get() is None
         fail()
 
-        def check(block: Memory) -> None:
+        def check(block):
             if block.data not in (memory.data, b"w" * BLOCK):
                 raise CorruptDataError("the checksum differs")
 
-        def outcomes(*, write: bool) -> list[BaseException | None]:
+        def outcomes(*, write):
             ends = []
             for at in places[-8:]:
                 block = self.memory(BLOCK, misalignment)
@@ -304,14 +292,12 @@ class Conformance:
             assert isinstance(error, OSError), repr(error)
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
-    def test_a_file_that_was_closed_is_an_error(
-        self, backend: Backend, tmp_path: Path, write: bool
-    ) -> None:
+    def test_a_file_that_was_closed_is_an_error(self, backend, tmp_path, write):
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
         os.close(fd)
         assert isinstance(begin(backend, fd, self.memory(PAGE_BYTES), write=write).get(), OSError)
 
-    def test_closing_waits_for_requests_in_flight(self, name: str, region: Region) -> None:
+    def test_closing_waits_for_requests_in_flight(self, name, region):
         backend = create_backend(name, threads=2, block_size=BLOCK)
         memory = self.memory(BLOCK)
         slow = partial(time.sleep, 0.01)

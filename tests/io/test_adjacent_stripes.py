@@ -13,7 +13,6 @@ from offload_strategy.io.backends.protocol import BlockRequest, create_backend
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, round_up
 from tests.io.backends import ManualBackend, extent, make_move
@@ -40,12 +39,12 @@ class AdjacentBackend(ManualBackend):
 
 
 @pytest.fixture
-def backend() -> AdjacentBackend:
+def backend():
     return AdjacentBackend()
 
 
 @pytest.fixture
-def queue(plain: Region, backend: AdjacentBackend) -> PathQueue:
+def queue(plain, backend):
     return PathQueue(plain, backend, Recorder())
 
 
@@ -106,19 +105,12 @@ TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, object]]], list[list[
 
 
 @pytest.mark.parametrize(("moves", "expected"), TOGETHER.values(), ids=TOGETHER)
-def test_adjacent_moves_go_together_and_others_alone(
-    queue: PathQueue,
-    backend: AdjacentBackend,
-    moves: list[tuple[int, float, dict[str, object]]],
-    expected: list[list[int]],
-) -> None:
+def test_adjacent_moves_go_together_and_others_alone(queue, backend, moves, expected):
     made = [aligned(queue, at, int(size * PAGE_BYTES), **more) for at, size, more in moves]
     assert submitted(queue, made, backend) == expected
 
 
-def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(
-    queue: PathQueue, backend: AdjacentBackend
-) -> None:
+def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(queue, backend):
     aligned(queue, 100).submit()
     moves = [aligned(queue, page) for page in (3, 4, 5, 6, 9)]
     for move in moves:
@@ -138,14 +130,12 @@ def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 @pytest.mark.parametrize("how", ["fails", "short"])
-def test_a_request_that_fails_is_tried_again_one_by_one(
-    region: Region, monkeypatch: pytest.MonkeyPatch, call: str, how: str
-) -> None:
+def test_a_request_that_fails_is_tried_again_one_by_one(region, monkeypatch, call, how):
     """The error of one move is its own; the others complete."""
     backend = create_backend("posix", threads=1, block_size=32 * PAGE_BYTES)
     real, calls = getattr(os, call), []
 
-    def broken(fd: int, views: list[memoryview], offset: int) -> int:
+    def broken(fd, views, offset):
         calls.append(len(views))
         bad = offset <= 4 * PAGE_BYTES < offset + sum(map(len, views))
         if len(views) > 1 and how == "short":

@@ -6,8 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _deepspeed_is_compiled() -> None:
+def _deepspeed_is_compiled():
     """At its first use it takes minutes, and leaves a descriptor open."""
     if TRIED["deepnvme"] is None:
         create_backend("deepnvme", threads=1, block_size=BLOCK).close()
@@ -42,14 +40,14 @@ class TestBackends(Conformance):
         return type(backend).__name__ != "DeepNvmeBackend"
 
     @pytest.fixture(params=AVAILABLE)
-    def name(self, request: pytest.FixtureRequest) -> str:
+    def name(self, request):
         reason = TRIED[request.param]
         if reason is not None:
             pytest.skip(f"{request.param}: {reason}")
         return str(request.param)
 
 
-def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none() -> None:
+def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none():
     assert AVAILABLE["posix"] is None
     create_backend("auto", threads=1, block_size=BLOCK).close()
     with pytest.raises(ConfigError, match=r"'tape'.*posix"):
@@ -57,7 +55,7 @@ def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, reason in AVAILABLE.items() if reason])
-def test_one_that_cannot_run_here_is_refused_with_the_reason(name: str) -> None:
+def test_one_that_cannot_run_here_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError) as refused:
         create_backend(name, threads=1, block_size=BLOCK)
     assert name in str(refused.value)
@@ -65,9 +63,7 @@ def test_one_that_cannot_run_here_is_refused_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
-def test_a_package_that_is_not_installed_is_named(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_installed_is_named(package, monkeypatch):
     import torch
 
     real = importlib.util.find_spec
@@ -84,16 +80,14 @@ def test_a_package_that_is_not_installed_is_named(
 
 
 @pytest.mark.parametrize("tool", ["c++", "libaio.h"])
-def test_what_deepspeed_compiles_with_is_named_if_missing(
-    tool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_deepspeed_compiles_with_is_named_if_missing(tool, monkeypatch):
     if TRIED["deepnvme"] is not None:
         pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
     if tool == "c++":
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
 
-        def fail(command: list[str], **options: Any) -> None:
+        def fail(command, **options):
             raise subprocess.CalledProcessError(1, command)
 
         monkeypatch.setattr(subprocess, "run", fail)
@@ -103,9 +97,7 @@ def test_what_deepspeed_compiles_with_is_named_if_missing(
 
 
 @pytest.mark.parametrize("persists", [False, True])
-def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, persists: bool
-) -> None:
+def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(disk, monkeypatch, persists):
     if TRIED["deepnvme"] is not None:
         pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
     from offload_strategy.io.backends.deepnvme import _Handle
@@ -122,7 +114,7 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
     memory.data = bytes(BLOCK)
     monkeypatch.setattr(_Handle, "move", lambda self, fd, view, offset, write: lost.append(offset))
 
-    def check() -> None:
+    def check():
         if persists or memory.data != data:
             raise CorruptDataError("the checksum differs")
 
@@ -137,7 +129,7 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
     region.close()
 
 
-def test_deepspeeds_first_writes_may_come_from_many_threads(disk: Path) -> None:
+def test_deepspeeds_first_writes_may_come_from_many_threads(disk):
     if TRIED["deepnvme"] is not None:
         pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
     code = (

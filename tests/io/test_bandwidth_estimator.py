@@ -28,7 +28,7 @@ def run(
     return now
 
 
-def test_a_saturated_path_shows_its_rate_and_an_unknown_one_none() -> None:
+def test_a_saturated_path_shows_its_rate_and_an_unknown_one_none():
     estimator = BandwidthEstimator()
     assert estimator.rate(READ) is None
     assert estimator.round_trip() is None
@@ -39,7 +39,7 @@ def test_a_saturated_path_shows_its_rate_and_an_unknown_one_none() -> None:
     assert estimator.round_trip() == pytest.approx(300e6, rel=1e-3)
 
 
-def test_an_idle_path_does_not_change_the_estimate() -> None:
+def test_an_idle_path_does_not_change_the_estimate():
     estimator = BandwidthEstimator()
     estimator.seed(read=1e9, write=1e9)
     for second in range(10):  # a block per second, because nobody asks for more
@@ -49,7 +49,7 @@ def test_an_idle_path_does_not_change_the_estimate() -> None:
     assert estimator.rate(READ) == pytest.approx(1e9)
 
 
-def test_a_path_that_slows_down_is_noticed_within_a_second() -> None:
+def test_a_path_that_slows_down_is_noticed_within_a_second():
     estimator = BandwidthEstimator()
     end = run(estimator, WRITE, 150e6, 30.0)
     end = run(estimator, WRITE, 50e6, 0.5, begin=end)
@@ -58,7 +58,7 @@ def test_a_path_that_slows_down_is_noticed_within_a_second() -> None:
     assert 49e6 < (estimator.rate(WRITE) or 0) < 60e6
 
 
-def test_a_path_that_reads_and_writes_at_once_divides_its_time() -> None:
+def test_a_path_that_reads_and_writes_at_once_divides_its_time():
     estimator = BandwidthEstimator()
     now = 0.0
     begun = {way: (now, estimator.begins(now, saturated=way is WRITE)) for way in (READ, WRITE)}
@@ -72,7 +72,7 @@ def test_a_path_that_reads_and_writes_at_once_divides_its_time() -> None:
     assert estimator.rate(WRITE) == pytest.approx(BLOCK / 0.012, rel=0.02)
 
 
-def test_a_burst_whose_completions_arrive_together_counts_from_its_begin() -> None:
+def test_a_burst_whose_completions_arrive_together_counts_from_its_begin():
     estimator, depth = BandwidthEstimator(), 4
     for burst in range(10):  # 16 MiB in 8 ms, 100 ms apart; completed within 0.1 ms
         now = 0.1 * burst
@@ -84,7 +84,7 @@ def test_a_burst_whose_completions_arrive_together_counts_from_its_begin() -> No
 
 
 # ---------------------------------------------------------------------- sums of a run
-def test_the_sums_of_a_run_have_the_time_in_which_each_direction_was_full() -> None:
+def test_the_sums_of_a_run_have_the_time_in_which_each_direction_was_full():
     estimator = BandwidthEstimator()
     for block in range(101):  # both at once: a path that does both has the sum
         estimator.add_sustained(WRITE, 100, float(block), full=True, continues=True)
@@ -93,7 +93,7 @@ def test_the_sums_of_a_run_have_the_time_in_which_each_direction_was_full() -> N
     assert estimator.sustained(READ) == Transferred(20000, 100.0)
 
 
-def test_pauses_and_single_blocks_do_not_count_for_the_sums() -> None:
+def test_pauses_and_single_blocks_do_not_count_for_the_sums():
     estimator = BandwidthEstimator()
     for block in range(10):  # one now and then
         estimator.add_sustained(READ, 100, float(block), full=False, continues=False)

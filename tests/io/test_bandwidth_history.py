@@ -35,7 +35,7 @@ RATES = {
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "deep"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
@@ -46,7 +46,7 @@ def file_of(cache: Path) -> Path:
 
 
 # ---------------------------------------------------------------------- saving
-def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache: Path) -> None:
+def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache):
     assert load_rates(IDENTITY) == {}
     assert load_all_rates() == []
     assert not cache.exists()
@@ -64,10 +64,10 @@ def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(ca
     assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
-def test_a_path_is_identified_by_its_file_system(tmp_path: Path) -> None:
+def test_a_path_is_identified_by_its_file_system(tmp_path):
     backend = ManualBackend()
 
-    def look(place: Path) -> PathIdentity:
+    def look(place):
         fd = os.open(place, os.O_RDONLY)
         try:
             return PathIdentity.of(tmp_path, fd, processes=1, backend=backend)
@@ -79,7 +79,7 @@ def test_a_path_is_identified_by_its_file_system(tmp_path: Path) -> None:
     assert look(tmp_path) != look(Path("/proc")), "another file system under the same path"
 
 
-def test_a_symbolic_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(cache, tmp_path):
     save_rates(IDENTITY, RATES)
     file = file_of(cache)
     moved = file.rename(tmp_path / "elsewhere.json")
@@ -91,7 +91,7 @@ def test_a_symbolic_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
     assert load_rates(IDENTITY) == {READ: RATES[READ]}
 
 
-def test_files_of_half_a_year_ago_are_removed(cache: Path) -> None:
+def test_files_of_half_a_year_ago_are_removed(cache):
     save_rates(IDENTITY, RATES)
     stale = cache / "stale.json"
     left = cache / "of-a-killed-process.partial"
@@ -103,9 +103,7 @@ def test_files_of_half_a_year_ago_are_removed(cache: Path) -> None:
 
 
 # ---------------------------------------------------------------------- where
-def test_the_default_is_the_users_cache_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -142,9 +140,7 @@ INVALID: dict[str, str | bytes] = {
 
 
 @pytest.mark.parametrize("kind", [*INVALID, "a pipe"])
-def test_an_invalid_file_is_ignored_and_replaced(
-    kind: str, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog):
     cache.mkdir(parents=True)
     if kind == "a pipe":  # must not be waited for
         os.mkfifo(file_of(cache))
@@ -165,7 +161,7 @@ def test_an_invalid_file_is_ignored_and_replaced(
 @pytest.mark.parametrize(
     ("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9), (1e12, 2e9), (1e3, 0.5e9)]
 )
-def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed: float, after: float) -> None:
+def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed, after):
     found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)
     assert found.rate == pytest.approx(after)
     assert (found.nbytes, found.runs) == (150, 4)

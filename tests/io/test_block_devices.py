@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ SIZE = 32 * MiB
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "device.img"
 
 
 @pytest.fixture
-def device(file: Path) -> Iterator[Path]:
+def device(file):
     with loop_device(file, SIZE) as made:
         yield made
 
@@ -64,9 +63,7 @@ def move(region: Region, offset: int, data: bytearray, *, write: bool) -> None:
 
 
 @pytest.mark.parametrize("label", [b"", b"label"], ids=["empty", "overwritten"])
-def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(
-    device: Path, file: Path, label: bytes
-) -> None:
+def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(device, file, label):
     put(device, 1000, label)
     region = Region(device, "raw", overwrite=bool(label))
     assert region.capacity == SIZE - 1 * MiB
@@ -92,9 +89,7 @@ def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(
     assert descriptors_of(device) == []
 
 
-def test_the_used_part_is_discarded_and_the_device_is_accepted_again(
-    device: Path, file: Path
-) -> None:
+def test_the_used_part_is_discarded_and_the_device_is_accepted_again(device, file):
     for _ in range(2):
         region = Region(device, "raw")
         extents = [region.allocate(4 * MiB), region.allocate(4 * MiB)]
@@ -107,7 +102,7 @@ def test_the_used_part_is_discarded_and_the_device_is_accepted_again(
         assert os.stat(file).st_blocks * 512 < 1 * MiB
 
 
-def test_a_forked_child_that_closes_its_copy_discards_nothing(device: Path) -> None:
+def test_a_forked_child_that_closes_its_copy_discards_nothing(device):
     region = Region(device, "raw")
     extent = region.allocate(1 * MiB)
     assert extent is not None
@@ -124,13 +119,13 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device: Path) -> N
     region.close()
 
 
-def test_a_capacity_beyond_the_device_is_refused(device: Path) -> None:
+def test_a_capacity_beyond_the_device_is_refused(device):
     assert "only 31 MiB available" in refusal(device, capacity=SIZE)
     assert descriptors_of(device) == []
     Region(device, "raw", capacity=SIZE - 1 * MiB).close()
 
 
-def test_a_link_to_a_device_is_followed_to_it(device: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_device_is_followed_to_it(device, tmp_path):
     link = tmp_path / "by-id"
     link.symlink_to(device)
     region = Region(link, "raw", direct=False)
@@ -139,9 +134,7 @@ def test_a_link_to_a_device_is_followed_to_it(device: Path, tmp_path: Path) -> N
     region.close()
 
 
-def test_a_device_with_a_file_system_is_refused_unless_the_config_says_so(
-    device: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_with_a_file_system_is_refused_unless_the_config_says_so(device, caplog):
     need("mkfs.ext4")
     run("mkfs.ext4", "-q", device)
     message = refusal(device)
@@ -154,16 +147,14 @@ def test_a_device_with_a_file_system_is_refused_unless_the_config_says_so(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_mounted_device_is_refused_whatever_the_config_says(
-    tmp_path: Path, overwrite: bool
-) -> None:
+def test_a_mounted_device_is_refused_whatever_the_config_says(tmp_path, overwrite):
     with loop_disk(tmp_path, SIZE) as disk:
         message = refusal(disk.device, overwrite=overwrite)
     assert "in use" in message
     assert "mounted" in message
 
 
-def test_a_second_user_of_a_device_is_refused_and_told_about_local_rank(device: Path) -> None:
+def test_a_second_user_of_a_device_is_refused_and_told_about_local_rank(device):
     region = Region(device, "raw")
     assert "$LOCAL_RANK" in refusal(device)
     region.close()
@@ -173,15 +164,13 @@ def test_a_second_user_of_a_device_is_refused_and_told_about_local_rank(device: 
 @pytest.mark.parametrize(
     ("offset", "data"), [(0, b"\x01"), (1 * MiB - 1, b"\xff"), (300_000, b"notes")]
 )
-def test_a_device_with_bytes_of_an_unknown_kind_is_refused(
-    device: Path, offset: int, data: bytes
-) -> None:
+def test_a_device_with_bytes_of_an_unknown_kind_is_refused(device, offset, data):
     put(device, offset, data)
     assert "data of an unknown kind" in refusal(device)
     Region(device, "raw", overwrite=True).close()
 
 
-def test_a_device_that_is_read_only_or_too_small_is_refused(file: Path) -> None:
+def test_a_device_that_is_read_only_or_too_small_is_refused(file):
     file.write_bytes(bytes(SIZE))
     with loop_device(file, read_only=True) as device:
         message = refusal(device)
@@ -191,19 +180,17 @@ def test_a_device_that_is_read_only_or_too_small_is_refused(file: Path) -> None:
         assert "nothing is left" in refusal(device)
 
 
-def test_a_device_that_cannot_be_read_is_refused(file: Path) -> None:
+def test_a_device_that_cannot_be_read_is_refused(file):
     with loop_device(file, SIZE) as device:
         os.truncate(file, 0)
         message = refusal(device, overwrite=True)
     assert "cannot be read: Input/output error" in message
 
 
-def test_a_user_who_may_not_open_it_is_told_the_group(
-    device: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_who_may_not_open_it_is_told_the_group(device, monkeypatch):
     real = os.open
 
-    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def open_(path, flags, *args, **options):
         if str(path) == str(device):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         return real(path, flags, *args, **options)
@@ -214,18 +201,18 @@ def test_a_user_who_may_not_open_it_is_told_the_group(
     assert f"usermod -aG {device.group()}" in message
 
 
-def test_for_a_device_that_does_not_exist_mkdir_is_not_suggested() -> None:
+def test_for_a_device_that_does_not_exist_mkdir_is_not_suggested():
     message = refusal(Path("/dev/no-such-device"))
     assert "there is no device" in message
     assert "mkdir" not in message
 
 
-def test_overwrite_is_refused_for_a_directory(disk: Path) -> None:
+def test_overwrite_is_refused_for_a_directory(disk):
     assert "overwrite: true is for block devices" in refusal(disk, overwrite=True)
 
 
 @pytest.mark.parametrize("program", ["mkfs.ext2", "mkswap", None], ids=["ext2", "swap", "gpt"])
-def test_signatures_are_named(file: Path, program: str | None) -> None:
+def test_signatures_are_named(file, program):
     with open(file, "wb") as made:
         made.truncate(SIZE)
     assert _content(file, SIZE, "tier", overwrite=False) is None
@@ -239,9 +226,7 @@ def test_signatures_are_named(file: Path, program: str | None) -> None:
     assert _content(file, SIZE, "tier", overwrite=False) == f"signatures of {name}"
 
 
-def test_without_wipefs_a_device_is_refused_unless_it_may_be_overwritten(
-    device: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_wipefs_a_device_is_refused_unless_it_may_be_overwritten(device, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, path: "/nowhere/wipefs")
     assert "Install util-linux" in refusal(device)
     Region(device, "raw", overwrite=True).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ class Disks(NamedTuple):
 
 
 @pytest.fixture
-def disks(tmp_path: Path) -> Iterator[Disks]:
+def disks(tmp_path):
     with (
         loop_disk(tmp_path / "0", 128 * MiB) as first,
         loop_disk(tmp_path / "1", 128 * MiB) as second,
@@ -36,7 +35,7 @@ def disks(tmp_path: Path) -> Iterator[Disks]:
 
 
 @pytest.fixture(autouse=True)
-def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_process(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
@@ -46,7 +45,7 @@ def processes(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
 
 
-def test_tiers_that_fit_together_are_accepted(disks: Disks, tmp_path: Path) -> None:
+def test_tiers_that_fit_together_are_accepted(disks, tmp_path):
     half = disks.usable // 2
     check_capacities([("a", disks.first, half), ("b", disks.first, half)])
     check_capacities([("a", disks.first, disks.usable), ("b", disks.second, disks.usable)])
@@ -58,7 +57,7 @@ def test_tiers_that_fit_together_are_accepted(disks: Disks, tmp_path: Path) -> N
     check_capacities([("a", tmp_path / "gone", 1000 * GiB), ("b", tmp_path / "gone", 1000 * GiB)])
 
 
-def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disks: Disks) -> None:
+def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disks):
     part = disks.usable // 2 + 1 * MiB
     inside = disks.first / "inside"
     inside.mkdir()
@@ -72,9 +71,7 @@ def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disk
     assert f"lower them to {format_size(disks.usable)} together" in message
 
 
-def test_every_process_of_the_machine_takes_its_own_file(
-    disks: Disks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_of_the_machine_takes_its_own_file(disks, monkeypatch):
     quarter = disks.usable // 4
     processes(monkeypatch, 3, 4)
     check_capacities([("a", disks.first, quarter)])
@@ -87,17 +84,13 @@ def test_every_process_of_the_machine_takes_its_own_file(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_processes_with_a_disk_each_share_nothing(
-    disks: Disks, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_processes_with_a_disk_each_share_nothing(disks, monkeypatch, rank):
     processes(monkeypatch, rank, 2)
     # as /mnt/nvme$LOCAL_RANK reads for this process
     check_capacities([("a", (disks.first, disks.second)[rank], disks.usable)])
 
 
-def test_processes_with_a_directory_each_on_one_disk_share_it(
-    disks: Disks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_with_a_directory_each_on_one_disk_share_it(disks, monkeypatch):
     # The digit of the mount point is the rank's as well; it is the rank's folder that counts.
     for rank in range(4):
         (disks.first / f"rank{rank}").mkdir()
@@ -106,14 +99,12 @@ def test_processes_with_a_directory_each_on_one_disk_share_it(
         check_capacities([("a", disks.first / "rank3", disks.usable)])
 
 
-def test_what_the_launcher_left_unreadable_is_one_process(
-    disks: Disks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_launcher_left_unreadable_is_one_process(disks, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
     check_capacities([("a", disks.first, disks.usable)])
 
 
-def test_two_tiers_cannot_be_one_device(tmp_path: Path) -> None:
+def test_two_tiers_cannot_be_one_device(tmp_path):
     with loop_device(tmp_path / "0.img", 8 * MiB) as device:
         (tmp_path / "link").symlink_to(device)
         check_capacities([("a", device, 1 * GiB)])  # its space knows how large it is

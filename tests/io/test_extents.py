@@ -91,7 +91,7 @@ ExtentsAgainstAPageMap.TestCase.settings = settings(
 TestExtentsAgainstAPageMap = ExtentsAgainstAPageMap.TestCase
 
 
-def test_an_extent_that_is_freed_twice_is_noticed() -> None:
+def test_an_extent_that_is_freed_twice_is_noticed():
     allocator = ExtentAllocator(1 << 20)
     extents = [allocator.allocate(1), allocator.allocate(1)]
     for extent in extents:

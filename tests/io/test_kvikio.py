@@ -12,8 +12,6 @@ import mmap
 import os
 import sys
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +21,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import kvikio as backend_module
 from offload_strategy.io.backends.kvikio import KvikioBackend
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.backends.protocol import available_backends, create_backend
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
@@ -110,7 +107,7 @@ class Library:
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch):
     made = Library()
     monkeypatch.setitem(sys.modules, "kvikio", made.kvikio)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", made.defaults)
@@ -122,7 +119,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def backend(library: Library) -> Iterator[Backend]:
+def backend(library):
     made = create_backend("kvikio", threads=3, block_size=BLOCK)
     yield made
     made.close()
@@ -137,7 +134,7 @@ def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostM
 
 class TestDeviceMemory(Conformance):
     @pytest.fixture
-    def name(self, library: Library) -> Iterator[str]:
+    def name(self, library):
         self.library = library
         yield "kvikio"
         assert library.open_files == []
@@ -146,9 +143,7 @@ class TestDeviceMemory(Conformance):
         return device_memory(self.library, nbytes, misalignment)
 
 
-def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(
-    library: Library, backend: Backend, region: Region
-) -> None:
+def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(library, backend, region):
     assert backend.device_memory
     assert library.settings["num_threads"] == 6
     memory = device_memory(library, BLOCK - 5, misalignment=3)
@@ -164,9 +159,7 @@ def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(
 
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("how", ["short", "fails"])
-def test_errors_of_cufile_are_errors_of_the_request(
-    library: Library, backend: Backend, region: Region, write: bool, how: str
-) -> None:
+def test_errors_of_cufile_are_errors_of_the_request(library, backend, region, write, how):
     library.short, library.error = (1, None) if how == "short" else (0, "cuFile error: 5011")
     error = begin(backend, region.fd, device_memory(library, BLOCK), write=write).get()
     assert isinstance(error, OSError)
@@ -174,9 +167,7 @@ def test_errors_of_cufile_are_errors_of_the_request(
     assert (f"{BLOCK - 1} of {BLOCK} bytes" if how == "short" else "5011") in str(error)
 
 
-def test_a_descriptor_that_is_used_again_is_another_file(
-    library: Library, backend: Backend, tmp_path: Path
-) -> None:
+def test_a_descriptor_that_is_used_again_is_another_file(library, backend, tmp_path):
     for content in (b"1", b"2"):
         path = tmp_path / content.decode()
         path.write_bytes(content * PAGE_BYTES)
@@ -187,9 +178,7 @@ def test_a_descriptor_that_is_used_again_is_another_file(
         os.close(fd)
 
 
-def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(
-    library: Library,
-) -> None:
+def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(library):
     library.settings["num_threads"], library.compatibility_mode = 16, True
     backend = create_backend("kvikio", threads=2, block_size=BLOCK)
     assert library.settings["num_threads"] == 16
@@ -207,10 +196,8 @@ def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(
         ("a driver", PosixBackend),
     ],
 )
-def test_auto_takes_it_only_where_cufile_reaches_the_disk(
-    library: Library, monkeypatch: pytest.MonkeyPatch, without: str, chosen: type
-) -> None:
-    def broken(name: str) -> None:
+def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without, chosen):
+    def broken(name):
         raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: without != "a GPU")
@@ -223,8 +210,8 @@ def test_auto_takes_it_only_where_cufile_reaches_the_disk(
     backend.close()
 
 
-def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_a_library_that_does_not_load_is_a_reason(monkeypatch):
+    def broken():
         raise ImportError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(backend_module, "_cufile", broken)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,12 +26,12 @@ PROBED = {READ: MeasuredRate(4e9, "probe", 10**9), WRITE: MeasuredRate(1e9, "pro
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)
-def _probes_find_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+def _probes_find_what_is_expected(monkeypatch):
     monkeypatch.setattr(sys.modules[MeasuredPaths.__module__], "probe", lambda *args: PROBED)
 
 
@@ -52,7 +51,7 @@ def load(queue: PathQueue, rate: float, seconds: float, direction: Direction = W
     queue.bandwidth.add_sustained(direction, 4 * MiB, now, full=True, continues=False)
 
 
-def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region) -> None:
+def test_only_a_queue_with_more_than_the_path_takes_counts(plain):
     seen = []
     for pages in (8, 1):
         backend = ManualBackend(depth=2)
@@ -68,9 +67,7 @@ def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region) -> Non
     assert seen[1] == Transferred()
 
 
-def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(
-    plain: Region,
-) -> None:
+def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(plain):
     paths, queue = run_on(plain)
     load(queue, 300e6, 2.0)
     paths.save()
@@ -80,7 +77,7 @@ def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(
     assert again.bandwidth.rate(READ) == pytest.approx(4e9)
 
 
-def test_saving_twice_corrects_once(plain: Region) -> None:
+def test_saving_twice_corrects_once(plain):
     paths, queue = run_on(plain)
     load(queue, 200e6, 2.0)
     paths.save()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,14 +67,14 @@ class Other:
 
 
 @pytest.fixture
-def lock(disk: Path) -> Iterator[PathLock]:
+def lock(disk):
     made = PathLock(disk)
     yield made
     made.close()
 
 
 @pytest.fixture
-def other(disk: Path) -> Iterator[Other]:
+def other(disk):
     made = Other(disk)
     yield made
     made.end()
@@ -99,9 +98,7 @@ def acquire_in_background(lock: PathLock) -> threading.Event:
     return acquired
 
 
-def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(
-    lock: PathLock, disk: Path
-) -> None:
+def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(lock, disk):
     assert lock.works
     again = PathLock(disk)  # another engine of this process is not another process
     assert lock.others() == again.others() == 0
@@ -112,9 +109,7 @@ def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(
     assert lock.others() == 0
 
 
-def test_others_are_seen_when_they_start_and_when_they_end(
-    lock: PathLock, disk: Path, tmp_path: Path
-) -> None:
+def test_others_are_seen_when_they_start_and_when_they_end(lock, disk, tmp_path):
     assert lock.others() == 0
     (tmp_path / "elsewhere").mkdir()
     elsewhere = Other(tmp_path / "elsewhere")  # of another path: it does not count
@@ -128,9 +123,7 @@ def test_others_are_seen_when_they_start_and_when_they_end(
 
 
 @pytest.mark.parametrize("end", ["release", "kill"])
-def test_only_one_process_holds_the_lock_until_it_releases_it_or_is_killed(
-    lock: PathLock, other: Other, end: str
-) -> None:
+def test_only_one_process_holds_the_lock_until_it_releases_it_or_is_killed(lock, other, end):
     other.call("acquire")
     acquired = acquire_in_background(lock)
     assert not acquired.wait(0.1)
@@ -146,7 +139,7 @@ def test_only_one_process_holds_the_lock_until_it_releases_it_or_is_killed(
     assert other.answer() == "acquire"
 
 
-def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, disk: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock, disk):
     lock.acquire()
     begin, end = os.pipe()
     child = os.fork()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from offload_strategy.io.queues import path_lock as path_lock_module
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
 from tests.io.backends import ManualBackend, extent, make_move
@@ -51,17 +50,17 @@ ONCE = ["acquired", "released"]
 
 
 @pytest.fixture
-def lock() -> FakePathLock:
+def lock():
     return FakePathLock()
 
 
 @pytest.fixture
-def backend() -> ManualBackend:
+def backend():
     return ManualBackend(depth=2)
 
 
 @pytest.fixture
-def queue(plain: Region, backend: ManualBackend, lock: FakePathLock) -> Iterator[PathQueue]:
+def queue(plain, backend, lock):
     made = PathQueue(plain, backend, Recorder(), path_lock=lock)  # type: ignore[arg-type]
     yield made
     lock.grants.release()  # no thread must wait forever
@@ -89,9 +88,7 @@ def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
     until(lambda: len(backend.waiting) >= requests)
 
 
-def test_a_process_that_is_alone_takes_no_lock(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
-) -> None:
+def test_a_process_that_is_alone_takes_no_lock(queue, backend, lock):
     lock.other_processes = 0
     done = move(queue, 0, 3)
     backend.complete_all()
@@ -99,9 +96,7 @@ def test_a_process_that_is_alone_takes_no_lock(
     assert lock.log == []
 
 
-def test_reads_wait_for_the_lock_and_writes_do_not(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
-) -> None:
+def test_reads_wait_for_the_lock_and_writes_do_not(queue, backend, lock):
     reading = move(queue, 0, 3)
     assert lock.requests.acquire(timeout=20)
     assert not backend.waiting
@@ -119,8 +114,8 @@ def test_reads_wait_for_the_lock_and_writes_do_not(
 
 
 def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    queue, backend, lock, monkeypatch
+):
     monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
     first, second = move(queue, 0, 4), move(queue, 10)
     grant(lock, backend, 2)
@@ -137,8 +132,8 @@ def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
 
 
 def test_reads_go_on_if_the_other_process_ends_while_the_lock_is_held(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    queue, backend, lock, monkeypatch
+):
     monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
     moves = [move(queue, 0, 4), move(queue, 10)]
     grant(lock, backend, 2)
@@ -148,9 +143,7 @@ def test_reads_go_on_if_the_other_process_ends_while_the_lock_is_held(
     assert lock.log == ONCE
 
 
-def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
-) -> None:
+def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(queue, backend, lock):
     waiting = move(queue, 0)
     assert lock.requests.acquire(timeout=20)
     waiting.cancel()
@@ -160,10 +153,8 @@ def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(
     assert not backend.waiting
 
 
-def test_a_lock_that_does_not_work_stops_nobody(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
+def test_a_lock_that_does_not_work_stops_nobody(queue, backend, lock, monkeypatch):
+    def refuse():
         raise OSError("no locks available")
 
     monkeypatch.setattr(lock, "acquire", refuse)
@@ -173,10 +164,8 @@ def test_a_lock_that_does_not_work_stops_nobody(
     assert done.state is MoveState.DONE
 
 
-def test_a_read_begins_without_the_lock_if_no_thread_can_wait_for_it(
-    queue: PathQueue, backend: ManualBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_a_read_begins_without_the_lock_if_no_thread_can_wait_for_it(queue, backend, monkeypatch):
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPool, "submit", refuse)

@@ -10,7 +10,6 @@ import pytest
 from offload_strategy.io.queues.moves import Latch, Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
 from tests.io.backends import ManualBackend, extent, make_move
@@ -49,9 +48,7 @@ def order(backend: ManualBackend) -> list[int]:
 # ---------------------------------------------------------------------- order
 
 
-def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(queue, manual):
     submit(queue, 0, 3)
     submit(queue, 10, 2)
     submit(queue, 20, 2, Priority.PREFETCH)
@@ -60,9 +57,7 @@ def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
     assert order(manual) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
 
 
-def test_priority_may_be_raised_between_two_blocks_of_a_move(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_priority_may_be_raised_between_two_blocks_of_a_move(queue, manual):
     slow = submit(queue, 0, 4, write=False)
     submit(queue, 10, 2, Priority.PREFETCH)
     assert manual.complete().offset == 0
@@ -75,7 +70,7 @@ def test_priority_may_be_raised_between_two_blocks_of_a_move(
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain: Region, depth: int) -> None:
+def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain, depth):
     backend = ManualBackend(depth=depth)
     queue = PathQueue(plain, backend, Recorder())
     for index in range(4):
@@ -86,9 +81,7 @@ def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain: Region, de
 
 
 # ---------------------------------------------------------------------- cancelled and failed moves
-def test_a_cancelled_move_that_never_began_ends_at_once(
-    queue: PathQueue, manual: ManualBackend, recorder: Recorder
-) -> None:
+def test_a_cancelled_move_that_never_began_ends_at_once(queue, manual, recorder):
     ended: list[Move] = []
     submit(queue, 0)
     move = submit(queue, 1, ended=ended)
@@ -102,9 +95,7 @@ def test_a_cancelled_move_that_never_began_ends_at_once(
     assert ended == [move]
 
 
-def test_after_an_error_no_further_block_of_the_move_begins(
-    queue: PathQueue, manual: ManualBackend, recorder: Recorder
-) -> None:
+def test_after_an_error_no_further_block_of_the_move_begins(queue, manual, recorder):
     ended: list[Move] = []
     move, other = submit(queue, 0, 5, ended=ended), submit(queue, 10)
     error = OSError("broken")
@@ -118,9 +109,7 @@ def test_after_an_error_no_further_block_of_the_move_begins(
     assert recorder.client_bytes["activations", "written"] == PAGE_BYTES
 
 
-def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_a_backend_that_refuses_blocks_fails_all_queued_moves(queue, manual):
     moves = [submit(queue, 0) for _ in range(3000)]
     manual.close()
     manual.complete()  # the block in flight ends, and the next is refused, and so on
@@ -133,9 +122,7 @@ def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
 # ---------------------------------------------------------------------- memory and records
 
 
-def test_memory_is_released_before_waiting_threads_wake(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_memory_is_released_before_waiting_threads_wake(queue, manual):
     class Held:
         pass
 
@@ -143,11 +130,11 @@ def test_memory_is_released_before_waiting_threads_wake(
     found: list[object] = []
 
     class WatchedLatch(Latch):
-        def set(self) -> None:
+        def set(self):
             found.extend(reference() for reference in references)
             super().set()
 
-    def on_end(move: Move, held: Held) -> None:
+    def on_end(move, held):
         return
 
     move = make_move(queue, extent(0), PAGE_BYTES, on_end=partial(on_end, held=held))

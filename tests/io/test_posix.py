@@ -9,8 +9,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,22 +22,20 @@ CALLS = pytest.mark.parametrize("call", ["pwritev", "preadv"])
 
 
 @pytest.fixture
-def backend() -> Iterator[PosixBackend]:
+def backend():
     made = PosixBackend(threads=2, block_size=BLOCK)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("misalignment", [0, 1], ids=["aligned", "unaligned"])
-def test_short_reads_and_writes_are_continued(
-    backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch, misalignment: int
-) -> None:
+def test_short_reads_and_writes_are_continued(backend, region, monkeypatch, misalignment):
     calls = []
 
-    def short(name: str) -> Callable[..., int]:
+    def short(name):
         real = getattr(os, name)
 
-        def call(fd: int, views: list[memoryview], offset: int) -> int:
+        def call(fd, views, offset):
             calls.append(name)
             return int(real(fd, [views[0][:PAGE_BYTES]], offset))
 
@@ -58,8 +54,8 @@ def test_short_reads_and_writes_are_continued(
 
 @CALLS
 def test_a_system_call_that_moves_nothing_is_an_error_and_no_endless_loop(
-    backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+    backend, region, monkeypatch, call
+):
     monkeypatch.setattr(os, call, lambda fd, views, offset: 0)
     memory = HostMemory(2 * PAGE_BYTES)
     error = begin(backend, region.fd, memory, write=call == "pwritev", offset=PAGE_BYTES).get()
@@ -70,15 +66,11 @@ def test_a_system_call_that_moves_nothing_is_an_error_and_no_endless_loop(
 @pytest.mark.parametrize("forever", [False, True], ids=["a few times", "forever"])
 @CALLS
 def test_a_system_call_that_fails_with_eagain_is_repeated_for_a_while(
-    backend: PosixBackend,
-    region: Region,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    forever: bool,
-) -> None:
+    backend, region, monkeypatch, call, forever
+):
     real, refusals = getattr(os, call), [errno.EAGAIN] * 5
 
-    def busy(fd: int, views: list[memoryview], offset: int) -> int:
+    def busy(fd, views, offset):
         if forever or refusals:
             raise OSError(errno.EAGAIN if forever else refusals.pop(), "try again")
         return int(real(fd, views, offset))
@@ -104,7 +96,7 @@ def cached_pages(fd: int, nbytes: int) -> int:
     return sum(page & 1 for page in found)
 
 
-def test_buffered_io_does_not_fill_the_page_cache(disk: Path) -> None:
+def test_buffered_io_does_not_fill_the_page_cache(disk):
     total, block = 32 * MiB, 1 * MiB
     region = Region(disk, "nvme", total, direct=False)
     region.allocate(total)

@@ -11,9 +11,8 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -33,14 +32,14 @@ probe_module = sys.modules[probe.__module__]
 
 
 @pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
+def region(disk):
     made = Region(disk, "nvme", 256 * MiB)
     yield made
     made.close()
 
 
 @pytest.fixture
-def backend() -> Iterator[PosixBackend]:
+def backend():
     made = PosixBackend(threads=4, block_size=BLOCK)
     yield made
     made.close()
@@ -90,8 +89,8 @@ class WatchedBackend(Backend):
 @pytest.mark.parametrize("direct", ["auto", False], ids=["direct", "buffered"])
 @pytest.mark.parametrize(("read", "write"), [(3000, 1000), (50, 50), (2, 1)])
 def test_the_rate_of_each_direction_is_measured_in_the_given_time(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, read: int, write: int, direct: bool
-) -> None:
+    disk, monkeypatch, read, write, direct
+):
     region = Region(disk, "nvme", 1024 * MiB, direct=direct)  # type: ignore[arg-type]
     backend = SimulatedBackend(read * MBps, write * MBps, monkeypatch)
     shares: list[float] = []
@@ -108,9 +107,7 @@ def test_the_rate_of_each_direction_is_measured_in_the_given_time(
     assert shares[0] <= 0.5 < shares[-1]
 
 
-def test_requests_stay_within_the_extent_the_block_and_the_depth(
-    region: Region, backend: PosixBackend
-) -> None:
+def test_requests_stay_within_the_extent_the_block_and_the_depth(region, backend):
     assert region.allocate(192 * MiB) is not None
     watched = WatchedBackend(backend)
     found = probe(region, watched, seconds=0.1)
@@ -127,7 +124,7 @@ def test_requests_stay_within_the_extent_the_block_and_the_depth(
     assert region.used_bytes == 192 * MiB
 
 
-def test_only_what_was_written_is_read(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_written_is_read(region, monkeypatch):
     watched = WatchedBackend(SimulatedBackend(2000 * MBps, 100 * MBps, monkeypatch))
     probe(region, watched, seconds=0.05)
     end = {
@@ -137,9 +134,7 @@ def test_only_what_was_written_is_read(region: Region, monkeypatch: pytest.Monke
     assert end[False] <= end[True] <= 8 * MiB  # of 64 MiB that there were to be written
 
 
-def test_the_bytes_do_not_compress_and_no_page_is_written_twice(
-    region: Region, backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_do_not_compress_and_no_page_is_written_twice(region, backend, monkeypatch):
     # A clock that counts, so that all of the extent is written however slow the disk is.
     ticks = itertools.count()
     monkeypatch.setattr(probe_module, "_clock", lambda: 1e-4 * next(ticks))
@@ -151,7 +146,7 @@ def test_the_bytes_do_not_compress_and_no_page_is_written_twice(
     assert len(set(pages)) == len(pages)
 
 
-def test_a_full_region_is_refused_with_what_to_do(region: Region, backend: PosixBackend) -> None:
+def test_a_full_region_is_refused_with_what_to_do(region, backend):
     assert region.allocate(256 * MiB - PAGE_BYTES) is not None
     with pytest.raises(StorageError, match=r"'nvme'.*no room .* 64 KiB .*Free some space"):
         probe(region, backend, seconds=0.05)
@@ -160,17 +155,15 @@ def test_a_full_region_is_refused_with_what_to_do(region: Region, backend: Posix
 
 # ---------------------------------------------------------------------------- early ends
 @pytest.mark.parametrize("how", ["fails", "is refused"])
-def test_after_an_error_it_says_where_and_waits_for_what_is_in_flight(
-    region: Region, backend: PosixBackend, how: str
-) -> None:
+def test_after_an_error_it_says_where_and_waits_for_what_is_in_flight(region, backend, how):
     failed, slow_one_ended = threading.Event(), threading.Event()
     broken = OSError(errno.EIO, "Input/output error")
 
-    def slow() -> None:
+    def slow():
         assert failed.wait(30)
         slow_one_ended.set()
 
-    def fault(number: int, request: BlockRequest) -> Exception | None:
+    def fault(number, request):
         if number == 1:
             request.before = slow
         if number == 2:
@@ -194,13 +187,11 @@ def test_after_an_error_it_says_where_and_waits_for_what_is_in_flight(
     assert region.used_bytes == 0
 
 
-def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(region, monkeypatch):
     memories: list[weakref.ref[object]] = []
     make = probe_module._incompressible
 
-    def make_and_record(slots: int, nbytes: int) -> object:
+    def make_and_record(slots, nbytes):
         memory = make(slots, nbytes)
         memories.append(weakref.ref(memory))
         return memory
@@ -220,10 +211,8 @@ def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(
     assert memories[0]() is None
 
 
-def test_ctrl_c_ends_it_and_nothing_is_left_in_flight(
-    region: Region, backend: PosixBackend
-) -> None:
-    def press(number: int, request: BlockRequest) -> None:
+def test_ctrl_c_ends_it_and_nothing_is_left_in_flight(region, backend):
+    def press(number, request):
         if number == 10:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -235,7 +224,7 @@ def test_ctrl_c_ends_it_and_nothing_is_left_in_flight(
 
 
 # ---------------------------------------------------------------------------- latency
-def test_latencies_are_of_one_write_at_a_time(region: Region, backend: PosixBackend) -> None:
+def test_latencies_are_of_one_write_at_a_time(region, backend):
     watched = WatchedBackend(backend)
     latencies = write_latencies(region, watched, nbytes=2 * MiB, seconds=600, most=20)
     assert len(latencies) == 20
@@ -245,9 +234,7 @@ def test_latencies_are_of_one_write_at_a_time(region: Region, backend: PosixBack
     assert region.used_bytes == 0
 
 
-def test_a_write_larger_than_a_block_ends_with_its_last_block(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_larger_than_a_block_ends_with_its_last_block(region, monkeypatch):
     backend = SimulatedBackend(100 * MBps, 100 * MBps, monkeypatch)
     backend.block_size = 512 * KiB
     watched = WatchedBackend(backend)

@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,7 @@ UNNAMED = [
 
 
 @pytest.fixture(params=UNNAMED)
-def region(
-    request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Region]:
+def region(request, disk, monkeypatch):
     """A region in a file that was created unnamed, and one in a file that was unlinked."""
     if not request.param:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
@@ -40,7 +37,7 @@ def region(
     made.close()
 
 
-def test_the_file_has_no_name_and_only_its_owner_may_read_it(region: Region, disk: Path) -> None:
+def test_the_file_has_no_name_and_only_its_owner_may_read_it(region, disk):
     status = os.fstat(region.fd)
     assert list(disk.iterdir()) == []
     assert status.st_nlink == 0
@@ -49,7 +46,7 @@ def test_the_file_has_no_name_and_only_its_owner_may_read_it(region: Region, dis
     assert not os.get_inheritable(region.fd)
 
 
-def test_blocks_are_there_before_they_are_written(region: Region) -> None:
+def test_blocks_are_there_before_they_are_written(region):
     assert os.fstat(region.fd).st_blocks == 0
     extent = region.allocate(10 * MiB)
     assert extent is not None
@@ -58,7 +55,7 @@ def test_blocks_are_there_before_they_are_written(region: Region) -> None:
     assert status.st_blocks * 512 >= 10 * MiB
 
 
-def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_grows_in_large_steps(disk, monkeypatch):
     monkeypatch.setattr(region_module, "GROWTH_BYTES", 8 * MiB)
     region = Region(disk, "nvme", capacity=30 * MiB)
     sizes = []
@@ -69,7 +66,7 @@ def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPat
     region.close()
 
 
-def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk: Path) -> None:
+def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk):
     free = shutil.disk_usage(disk).free
     region = Region(disk, "nvme")
     # Others write to the disk as well.
@@ -77,9 +74,7 @@ def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk: Path) -> None:
     region.close()
 
 
-def test_what_other_programs_used_meanwhile_is_not_allocated(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_programs_used_meanwhile_is_not_allocated(region, monkeypatch):
     real = os.fstatvfs(region.fd)
     left = region_module.RESERVE_BYTES + 3 * MiB
 
@@ -102,8 +97,8 @@ def fail_to_preallocate(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier_and_others_are_errors(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    region, monkeypatch
+):
     fail_to_preallocate(monkeypatch, errno.ENOSPC)
     assert region.allocate(1 * MiB) is None
     fail_to_preallocate(monkeypatch, errno.EIO)
@@ -115,9 +110,7 @@ def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier_and_others_are
 
 
 @pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None])
-def test_where_nothing_can_be_preallocated_the_file_is_sparse(
-    region: Region, monkeypatch: pytest.MonkeyPatch, answer: int | None
-) -> None:
+def test_where_nothing_can_be_preallocated_the_file_is_sparse(region, monkeypatch, answer):
     if answer is None:
         monkeypatch.delattr(os, "posix_fallocate")
     else:
@@ -126,7 +119,7 @@ def test_where_nothing_can_be_preallocated_the_file_is_sparse(
     assert os.fstat(region.fd).st_size == 64 * MiB
 
 
-def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk: Path) -> None:
+def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk):
     capacity = shutil.disk_usage(disk).free + 1000 * GiB
     with pytest.raises(ConfigError, match=r"'nvme'.*Lower the capacity") as refused:
         Region(disk, "nvme", capacity=capacity)
@@ -134,7 +127,7 @@ def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk: Path) -> 
     assert format_size(capacity) in str(refused.value)
 
 
-def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_any_room_is_refused(disk, monkeypatch):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100 * MiB, 99 * MiB, 1 * MiB)
     )
@@ -143,9 +136,7 @@ def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("direct", ["auto", False])
-def test_direct_io_is_used_unless_it_is_not_wanted(
-    disk: Path, caplog: pytest.LogCaptureFixture, direct: Any
-) -> None:
+def test_direct_io_is_used_unless_it_is_not_wanted(disk, caplog, direct):
     region = Region(disk, "nvme", capacity=1 * MiB, direct=direct)
     if direct and not region.direct:
         pytest.skip("the temporary directory does not support direct I/O")
@@ -181,8 +172,8 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     "how", ["at open", "at the first write", "by a short write", "no such flag"]
 )
 def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+    disk, monkeypatch, caplog, how
+):
     refuse_direct(monkeypatch, how)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
@@ -195,14 +186,14 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
-def test_a_file_system_in_memory_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_system_in_memory_gets_a_warning(caplog):
     level = caplog.at_level(logging.WARNING, "offload_strategy")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place, level:
         Region(Path(place), "nvme", capacity=1 * MiB).close()
     assert any("main memory" in message and place in message for message in caplog.messages)
 
 
-def test_a_closed_region_allocates_nothing_but_frees_extents(region: Region) -> None:
+def test_a_closed_region_allocates_nothing_but_frees_extents(region):
     extent = region.allocate(1)
     assert extent is not None
     region.close()
@@ -213,7 +204,7 @@ def test_a_closed_region_allocates_nothing_but_frees_extents(region: Region) -> 
     assert region.used_bytes == 0
 
 
-def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     expected = {
@@ -227,9 +218,7 @@ def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path: Path) 
         assert all(text in str(refused.value) for text in texts), name
 
 
-def test_a_system_without_positioned_io_is_told_to_use_memory(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_positioned_io_is_told_to_use_memory(disk, monkeypatch):
     monkeypatch.delattr(os, "pread")
     with pytest.raises(ConfigError, match="Use a tier of kind dram"):
         Region(disk, "nvme", capacity=1 * MiB)
@@ -250,9 +239,7 @@ STRANGER = 12345
         (0o700, STRANGER, -1, rf"belongs to another user \({STRANGER}\)"),
     ],
 )
-def test_a_directory_that_others_control_is_refused(
-    disk: Path, tmp_path: Path, mode: int, owner: int, group: int, risk: str | None
-) -> None:
+def test_a_directory_that_others_control_is_refused(disk, tmp_path, mode, owner, group, risk):
     if os.geteuid() != 0:
         pytest.skip("only root gives a directory away")
     disk.chmod(mode)

@@ -17,7 +17,7 @@ from tests.conftest import our_threads
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPool]:
+def pool():
     made = ThreadPool("ssd-offload-test", 1)
     yield made
     made.close(30)
@@ -49,11 +49,11 @@ def occupy(pool: ThreadPool) -> threading.Event:
 
 
 # ---------------------------------------------------------------------- threads start and end
-def test_no_more_threads_start_than_asked_for() -> None:
+def test_no_more_threads_start_than_asked_for():
     pool = ThreadPool("ssd-offload-test", 3)
     gate, running = threading.Event(), threading.Semaphore(0)
 
-    def job() -> None:
+    def job():
         running.release()
         gate.wait(30)
 
@@ -66,9 +66,7 @@ def test_no_more_threads_start_than_asked_for() -> None:
     pool.close()
 
 
-def test_threads_end_when_there_is_no_work(
-    pool: ThreadPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_end_when_there_is_no_work(pool, monkeypatch):
     monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 0.01)
     for _ in range(2):
         ran = threading.Event()
@@ -79,7 +77,7 @@ def test_threads_end_when_there_is_no_work(
         assert our_threads() == set()
 
 
-def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool: ThreadPool) -> None:
+def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
     ran: list[int] = []
     for number in range(3):
         pool.submit(lambda number=number: ran.append(number))
@@ -94,7 +92,7 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool: ThreadPo
     assert our_threads() == set()
 
 
-def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool: ThreadPool) -> None:
+def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool):
     ran: list[str] = []
     with no_new_threads(), pytest.raises(RuntimeError, match="can't start"):
         pool.submit(lambda: ran.append("refused"))
@@ -103,7 +101,7 @@ def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool: Thr
     assert ran == ["accepted"]
 
 
-def test_one_thread_is_enough_where_no_second_can_start() -> None:
+def test_one_thread_is_enough_where_no_second_can_start():
     pool, ran = ThreadPool("ssd-offload-test", 2), threading.Event()
     gate = occupy(pool)
     with no_new_threads():
@@ -121,7 +119,7 @@ def test_one_thread_is_enough_where_no_second_can_start() -> None:
 )
 # A thread that is ended after its last job has nobody left to tell.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_threads_that_are_ended_at_random_lose_no_job() -> None:
+def test_threads_that_are_ended_at_random_lose_no_job():
     pool = ThreadPool("ssd-offload-test", 2)
     ran: list[int] = []
     died: list[int] = []
@@ -132,13 +130,13 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
     while count < 300 or (not died and count < 10_000):
         number, count = count, count + 1
 
-        def job(number: int = number) -> None:
+        def job(number=number):
             settled.add(threading.current_thread())
             for _ in range(20):
                 time.sleep(0)
             ran.append(number)
 
-        def fail(error: BaseException, number: int = number) -> None:
+        def fail(error, number=number):
             died.append(number)
 
         pool.submit(job, fail)
@@ -159,7 +157,7 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
 
 
 # ---------------------------------------------------------------------- jobs on the calling thread
-def test_a_caller_that_waits_may_run_a_queued_job_itself(pool: ThreadPool) -> None:
+def test_a_caller_that_waits_may_run_a_queued_job_itself(pool):
     ran: list[threading.Thread] = []
     died: list[BaseException] = []
     gate = occupy(pool)
@@ -175,9 +173,7 @@ def test_a_caller_that_waits_may_run_a_queued_job_itself(pool: ThreadPool) -> No
     gate.set()
 
 
-def test_an_idle_thread_warns_of_a_caller_whose_job_does_not_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_idle_thread_warns_of_a_caller_whose_job_does_not_end(monkeypatch):
     monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 0.02)
     monkeypatch.setattr(thread_pool, "SILENT_SECONDS", 0.05)
     warned, running = threading.Event(), threading.Event()
@@ -185,7 +181,7 @@ def test_an_idle_thread_warns_of_a_caller_whose_job_does_not_end(
     pool = ThreadPool("ssd-offload-test", 2)
     first, second = occupy(pool), occupy(pool)
 
-    def silent() -> None:
+    def silent():
         running.set()
         assert warned.wait(30)
 

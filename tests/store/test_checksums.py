@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from offload_strategy.store.tiers import PathTier
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
 from tests.io.backends import ManualBackend, plain_region
-from tests.store.rig import CLIENT, PAGE, MakeRig, noise
+from tests.store.rig import CLIENT, PAGE, noise
 
 UNIT = 512 * KiB
 #: Of three digests, the last one of 70 pages and a part of one.
@@ -68,12 +66,7 @@ def a_bit_at_the_same_place_of_every_page(now: bytes, old: bytes) -> Iterator[by
     ],
 )
 @pytest.mark.parametrize("checksum", ["full", "sampled", "off"])
-def test_bytes_that_were_not_written_there_are_noticed(
-    make_rig: MakeRig,
-    monkeypatch: pytest.MonkeyPatch,
-    checksum: str,
-    fault: Callable[[bytes, bytes], Iterator[bytes]],
-) -> None:
+def test_bytes_that_were_not_written_there_are_noticed(make_rig, monkeypatch, checksum, fault):
     monkeypatch.setattr(checksums, "DIGESTED_BYTES", UNIT)
     rig, payload = make_rig(checksum=checksum, block_size=2 * MiB), noise(NBYTES, 1)
     before, ticket = rig.stored(noise(NBYTES, 0)), rig.stored(payload)
@@ -94,15 +87,13 @@ def test_bytes_that_were_not_written_there_are_noticed(
 @pytest.mark.parametrize(
     ("lead", "nbytes"), [(0, 130 * PAGE), (4032, 129 * PAGE + 70), (64, 70000)]
 )
-def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(
-    lead: int, nbytes: int
-) -> None:
+def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, nbytes):
     checksum, memory = create_checksum("sampled", ManualBackend()), noise(131 * PAGE)
     assert checksum is not None
     lines = set()
     for seed in range(5):
 
-        def is_noticed(begin: int, end: int, seed: int = seed) -> bool:
+        def is_noticed(begin, end, seed=seed):
             part = memory[max(begin, lead) : min(end, lead + nbytes)]
             block = (memory.data_ptr() + lead, nbytes, seed)
             expected = checksum.digest(*block)
@@ -119,18 +110,16 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(
     assert len(lines) >= 5
 
 
-def test_small_tickets_share_a_request_and_are_verified_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_tickets_share_a_request_and_are_verified_one_by_one(tmp_path, monkeypatch):
     shared: set[bool] = set()
     all_wait = threading.Event()
     move, move_adjacent = PosixBackend.move, PosixBackend.move_adjacent
 
-    def move_late(self: PosixBackend, request: Any) -> None:
+    def move_late(self, request):
         all_wait.wait(60)
         move(self, request)
 
-    def note(self: PosixBackend, requests: Any) -> bool:
+    def note(self, requests):
         shared.add(requests[0].write)
         return move_adjacent(self, requests)
 

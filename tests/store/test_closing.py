@@ -11,10 +11,10 @@ import torch
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB
-from tests.store.rig import PAGE, MakeRig, Rig, meanwhile, noise
+from tests.store.rig import PAGE, meanwhile, noise
 
 
-def test_closing_gives_up_writes_and_keeps_their_bytes_readable(make_rig: MakeRig) -> None:
+def test_closing_gives_up_writes_and_keeps_their_bytes_readable(make_rig):
     rig = make_rig(host_bytes=4 * KiB)
     kept, first, second = (rig.put(noise(4 * KiB, seed)) for seed in range(3))
     closing = meanwhile(rig.store.close)
@@ -29,7 +29,7 @@ def test_closing_gives_up_writes_and_keeps_their_bytes_readable(make_rig: MakeRi
     rig.store.close()
 
 
-def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None:
+def test_closing_gives_up_loads_and_says_what_is_gone(make_rig):
     rig = make_rig(block_size=PAGE)
     loading, stored = rig.stored(noise(3 * PAGE)), rig.stored(noise(PAGE))
     rig.store.prefetch(loading)
@@ -43,7 +43,7 @@ def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None
                 use(ticket)
 
 
-def test_tickets_that_outlive_the_heap_can_still_be_freed(rig: Rig) -> None:
+def test_tickets_that_outlive_the_heap_can_still_be_freed(rig):
     tickets = [rig.stored(noise(PAGE)), rig.put(noise(PAGE))]
     rig.complete()
     rig.close()
@@ -55,7 +55,7 @@ def test_tickets_that_outlive_the_heap_can_still_be_freed(rig: Rig) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_told_that_the_heap_is_its_parents(make_rig: MakeRig) -> None:
+def test_a_forked_child_is_told_that_the_heap_is_its_parents(make_rig):
     rig = make_rig(host_bytes=8 * KiB)
     # A host buffer does not exist in the child: touching it would end the process.
     kept = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))

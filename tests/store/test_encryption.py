@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
 from tests.engine.test_resources import train
 from tests.io.loop_devices import loop_device
-from tests.store.rig import MakeRig, noise
+from tests.store.rig import noise
 from tests.training import same_with_and_without, settings
 
 pytest.importorskip("cryptography", reason="the extra 'encryption' is not installed")
@@ -28,9 +27,7 @@ pytest.importorskip("cryptography", reason="the extra 'encryption' is not instal
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["states", "weights too"])
-def test_training_with_encrypted_tiers_changes_no_bit(
-    disk: Path, overlap: str, streamed: bool
-) -> None:
+def test_training_with_encrypted_tiers_changes_no_bit(disk, overlap, streamed):
     config = settings(disk, io={"encryption": True}, optimizer={"overlap": overlap})
     if streamed:
         config["parameters"] = {"enabled": True, "min_size": 1}
@@ -74,7 +71,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path: Path) -> None:
+def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path):
     found, scratch_files = {}, {}
     for way in ("off", "on"):
         with loop_device(image := tmp_path / way, 32 * MiB) as device:
@@ -90,9 +87,7 @@ def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path: 
     assert scratch_files == {"off": 1, "on": 0}, "a state dict is not on a disk in clear either"
 
 
-def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(
-    make_rig: MakeRig,
-) -> None:
+def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(make_rig):
     rig = make_rig(encryption=True)
     first, second = rig.stored(noise(PAGE_BYTES, 1)), rig.stored(noise(PAGE_BYTES, 2))
     lost, misplaced = rig.bytes_on_disk(first), rig.bytes_on_disk(second)
@@ -112,9 +107,7 @@ def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(
     assert torch.equal(rig.store.get(again), noise(PAGE_BYTES, 1))
 
 
-def test_without_its_package_the_error_says_what_to_install(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_package_the_error_says_what_to_install(disk, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigError, match=r"pip install offload-strategy\[encryption\]"):
         OffloadEngine(settings(disk, io={"encryption": True}))

@@ -10,14 +10,14 @@ import pytest
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.units import KiB, MiB
-from tests.store.rig import PAGE, MakeRig, meanwhile, noise
+from tests.store.rig import PAGE, meanwhile, noise
 
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("how", ["free", "drop"])
 @pytest.mark.parametrize("where", ["host", "queued", "stored", "loaded", "failed"])
-def test_a_ticket_may_be_freed_in_every_state(make_rig: MakeRig, where: str, how: str) -> None:
+def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
     rig = make_rig(host_bytes=1 * MiB if where == "host" else 0)
     others = [rig.put(noise(10))] if where == "queued" else []
     ticket = rig.put(noise(4 * KiB))
@@ -45,9 +45,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig: MakeRig, where: str, how
 
 @pytest.mark.parametrize("lock", ["store", "queue", "recorder", "pool"])
 @pytest.mark.parametrize("host", [True, False], ids=["on the host", "on their way to the disk"])
-def test_tickets_may_be_collected_in_the_middle_of_anything(
-    make_rig: MakeRig, lock: str, host: bool
-) -> None:
+def test_tickets_may_be_collected_in_the_middle_of_anything(make_rig, lock, host):
     rig = make_rig(host_bytes=1 * MiB if host else 0)
     locks = {
         "store": rig.store._registry.lock,
@@ -57,11 +55,11 @@ def test_tickets_may_be_collected_in_the_middle_of_anything(
     }
 
     class Cycle:
-        def __init__(self, seed: int) -> None:
+        def __init__(self, seed):
             self.me = self
             self.ticket = rig.put(noise(4 * KiB, seed=seed))
 
-    def collect() -> None:
+    def collect():
         for seed in range(5):
             Cycle(seed)
         with locks[lock]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import wait
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +11,17 @@ import torch
 from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB
-from tests.store.rig import MakeRig, Rig, meanwhile, noise
+from tests.store.rig import meanwhile, noise
 
 
 @pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def reported(monkeypatch):
     """An event that is set when a wait is reported, which is soon here."""
     event, module = threading.Event(), "offload_strategy.store.error_messages"
     monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.02)
     warning = error_messages.logger.warning
 
-    def report(*args: Any) -> None:
+    def report(*args):
         warning(*args)
         event.set()
 
@@ -31,8 +30,8 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
-    make_rig: MakeRig, reported: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+    make_rig, reported, caplog
+):
     rig = make_rig(write_behind=8 * KiB)
     rig.put(noise(100 * KiB))  # one is always let through
     second = meanwhile(rig.put, noise(4 * KiB))
@@ -45,7 +44,7 @@ def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
     rig.complete()
 
 
-def test_borrowing_waits_for_writes_to_give_memory_back(make_rig: MakeRig) -> None:
+def test_borrowing_waits_for_writes_to_give_memory_back(make_rig):
     rig = make_rig(budget=8 * KiB)
     ticket = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
     borrowing = meanwhile(rig.store.borrow, "optimizer", 8 * KiB)
@@ -56,20 +55,18 @@ def test_borrowing_waits_for_writes_to_give_memory_back(make_rig: MakeRig) -> No
     assert ticket.state is TicketState.STORED
 
 
-def test_borrowing_goes_beyond_the_budget_when_nothing_will_come_back(make_rig: MakeRig) -> None:
+def test_borrowing_goes_beyond_the_budget_when_nothing_will_come_back(make_rig):
     rig = make_rig(budget=8 * KiB)
     acquired = [rig.store.borrow("optimizer", 8 * KiB) for _ in range(2)]
     assert rig.pool.usage().held_bytes == 16 * KiB
     del acquired
 
 
-def test_an_interrupted_wait_gives_its_place_back(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_wait_gives_its_place_back(make_rig, monkeypatch):
     rig = make_rig(write_behind=8 * KiB)
     first = rig.put(noise(8 * KiB))
 
-    def interrupt(seconds: float) -> None:
+    def interrupt(seconds):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("offload_strategy.store.ticket_registry.time.sleep", interrupt)
@@ -82,9 +79,7 @@ def test_an_interrupted_wait_gives_its_place_back(
     assert first.state is TicketState.STORED
 
 
-def test_a_disk_that_does_not_answer_is_reported(
-    rig: Rig, reported: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_does_not_answer_is_reported(rig, reported, caplog):
     ticket = rig.stored(noise(4 * KiB))
     reading = meanwhile(rig.store.get, ticket)
     assert reported.wait(30)

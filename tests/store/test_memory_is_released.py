@@ -7,10 +7,10 @@ import ctypes
 import pytest
 import torch
 
-from offload_strategy.store.ticket import Ticket, TicketState
+from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import PAGE_BYTES as PAGE
 from offload_strategy.units import KiB
-from tests.store.rig import CLIENT, MakeRig, noise
+from tests.store.rig import CLIENT, noise
 
 
 def _into_a_page(nbytes: int, shift: int) -> torch.Tensor:
@@ -35,8 +35,8 @@ def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
     ],
 )
 def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
-    make_rig: MakeRig, shift: int, nbytes: int, checksum: str, along: int
-) -> None:
+    make_rig, shift, nbytes, checksum, along
+):
     rig, payload = make_rig(checksum=checksum), _into_a_page(nbytes, shift)
     ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
     rig.at_once()
@@ -53,7 +53,7 @@ def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
         assert torch.equal(rig.store.get(ticket), payload)
 
 
-def test_whole_pages_are_striped_over_several_paths(make_rig: MakeRig) -> None:
+def test_whole_pages_are_striped_over_several_paths(make_rig):
     rig, payload = make_rig(paths=2), _into_a_page(20_000_000, 64)
     ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
     rig.at_once()
@@ -62,7 +62,7 @@ def test_whole_pages_are_striped_over_several_paths(make_rig: MakeRig) -> None:
     assert torch.equal(rig.store.get(ticket), payload)
 
 
-def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig: MakeRig) -> None:
+def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig):
     rig = make_rig(host_bytes=150 * KiB)
     payloads = [_into_a_page(100 * KiB, 64 * number) for number in (1, 2, 3)]
     tickets = [
@@ -76,7 +76,7 @@ def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig: MakeRi
         assert torch.equal(rig.store.get(ticket), payload)
 
 
-def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -> None:
+def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig):
     rig = make_rig(block_size=PAGE)
     payload = noise(3 * PAGE)
     ticket = rig.put(payload)
@@ -93,7 +93,7 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -
     assert stored.state is TicketState.STORED
 
 
-def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig: MakeRig) -> None:
+def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     rig = make_rig(block_size=PAGE)
     tickets = [rig.put(noise(PAGE)) for _ in range(2)]
     rig.store.await_writes(CLIENT, PAGE, 0.02)
@@ -104,11 +104,11 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig: MakeR
     assert {ticket.state for ticket in tickets} == {TicketState.STORED}
 
 
-def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig: MakeRig) -> None:
+def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):
     rig = make_rig(block_size=PAGE)
     rig.backend.depth = 4
 
-    def put(calm: bool) -> Ticket:
+    def put(calm):
         return rig.store.put(noise(2 * PAGE), CLIENT, rig.tiers, one_block_at_a_time=calm)
 
     tickets = [put(True)]
@@ -120,7 +120,7 @@ def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig: MakeRig)
     assert len(rig.backend.waiting) == 2
 
 
-def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig: MakeRig) -> None:
+def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig):
     rig = make_rig(host_bytes=64 * KiB, disk_bytes=64 * KiB)
     kept = [rig.put(noise(PAGE, number), next_use=number) for number in range(3)]
     for step in range(2000):

@@ -10,7 +10,7 @@ paths = st.lists(st.tuples(st.integers(0, 4 * GiB), st.floats(1e6, 1e10)), min_s
 
 
 @given(nbytes=st.integers(1, 2 * GiB), paths=paths)
-def test_every_byte_is_dealt_once(nbytes: int, paths: list[tuple[int, float]]) -> None:
+def test_every_byte_is_dealt_once(nbytes, paths):
     parts = deal(nbytes, [live for live, _ in paths], [weight for _, weight in paths])
     assert sum(parts) == nbytes
     assert min(parts) >= 0
@@ -19,7 +19,7 @@ def test_every_byte_is_dealt_once(nbytes: int, paths: list[tuple[int, float]]) -
 
 
 @given(paths=st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6), tickets=st.integers(1, 60))
-def test_what_is_alive_is_in_proportion_to_bandwidth(paths: list[float], tickets: int) -> None:
+def test_what_is_alive_is_in_proportion_to_bandwidth(paths, tickets):
     live = [0] * len(paths)
     for _ in range(tickets):
         for index, part in enumerate(deal(64 * MiB, live, paths)):
@@ -31,7 +31,7 @@ def test_what_is_alive_is_in_proportion_to_bandwidth(paths: list[float], tickets
 
 
 @given(paths=st.lists(st.floats(1.0, 100.0), min_size=2, max_size=5))
-def test_small_tickets_stay_whole_and_keep_the_proportion(paths: list[float]) -> None:
+def test_small_tickets_stay_whole_and_keep_the_proportion(paths):
     live = [0] * len(paths)
     nbytes = STRIPE_BYTES - 1
     for _ in range(200):

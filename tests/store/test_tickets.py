@@ -13,13 +13,13 @@ import torch
 from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB, MiB
-from tests.store.rig import PAGE, MakeRig, Rig, meanwhile, noise
+from tests.store.rig import PAGE, meanwhile, noise
 
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 # ---------------------------------------------------------------------- put
-def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig: MakeRig) -> None:
+def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig):
     rig = make_rig(host_bytes=1 * MiB)
     payload = noise(10 * KiB)
     ticket = rig.put(payload)
@@ -33,9 +33,7 @@ def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig: MakeRig) -> N
     assert rig.count("written") == rig.count("forwarded") == rig.count("read") == 0
 
 
-def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
-    make_rig: MakeRig,
-) -> None:
+def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(make_rig):
     rig = make_rig(block_size=PAGE)
     payload = noise(3 * PAGE - 5)
     content = payload.numpy().tobytes()
@@ -53,7 +51,7 @@ def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
     assert rig.count("written") == 3 * PAGE - 5
 
 
-def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeRig) -> None:
+def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig):
     rig = make_rig(host_bytes=10 * KiB, disk_bytes=16 * KiB)
     tickets = [rig.put(noise(4 * KiB)) for _ in range(6)]
     assert [ticket.entry.tier.name for ticket in tickets] == ["host"] * 2 + ["nvme"] * 4
@@ -71,7 +69,7 @@ def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeR
 
 
 # ---------------------------------------------------------------------- forwarding
-def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig: Rig) -> None:
+def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig):
     payload = noise(10 * KiB)
     ticket = rig.put(payload)
     assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
@@ -84,7 +82,7 @@ def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig: Rig) -> 
 
 
 # ---------------------------------------------------------------------- failing to write
-def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: MakeRig) -> None:
+def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
     rig = make_rig(block_size=PAGE)
     payload = noise(3 * PAGE)
     ticket, other = rig.put(payload), rig.put(noise(PAGE, seed=1))
@@ -108,13 +106,11 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: Ma
     assert torch.equal(rig.store.take(ticket), payload)
 
 
-def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
+def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monkeypatch):
+    def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    def train() -> None:
+    def train():
         rig.put(rig.store.borrow("activations", 4 * KiB))
 
     monkeypatch.setattr(rig.backend, "submit", refuse)
@@ -125,7 +121,7 @@ def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(
 
 
 # ---------------------------------------------------------------------- loading
-def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:
+def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig):
     rig = make_rig(block_size=PAGE)
     tickets = [rig.stored(noise(2 * PAGE, seed=index)) for index in range(3)]
     for ticket in tickets:
@@ -142,7 +138,7 @@ def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeR
     rig.complete()
 
 
-def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
+def test_a_failed_read_is_told_and_may_be_tried_again(rig):
     ticket = rig.stored(noise(5000))
     rig.at_once()
     rig.backend.error = BROKEN
@@ -162,7 +158,7 @@ def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
     assert torch.equal(rig.store.get(ticket), noise(5000))
 
 
-def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: MakeRig) -> None:
+def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig):
     rig = make_rig(budget=8 * KiB)
     ticket = rig.stored(noise(4 * KiB))
     acquired = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(2)]
@@ -175,7 +171,7 @@ def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: 
 
 
 # ---------------------------------------------------------------------- evicting, taking
-def test_evicting_frees_memory_but_not_what_a_reader_has(rig: Rig) -> None:
+def test_evicting_frees_memory_but_not_what_a_reader_has(rig):
     ticket = rig.stored(noise(4 * KiB))
     rig.at_once()
     loaded = rig.store.get(ticket)
@@ -192,7 +188,7 @@ def test_evicting_frees_memory_but_not_what_a_reader_has(rig: Rig) -> None:
     assert rig.count("read") == 8 * KiB
 
 
-def test_taking_waits_for_the_block_that_is_being_written(rig: Rig) -> None:
+def test_taking_waits_for_the_block_that_is_being_written(rig):
     ticket = rig.put(noise(4 * KiB))
     taking = meanwhile(rig.store.take, ticket)
     assert not taking.done()
@@ -202,7 +198,7 @@ def test_taking_waits_for_the_block_that_is_being_written(rig: Rig) -> None:
     assert rig.store.live_tickets == rig.region.used_bytes == 0
 
 
-def test_taking_what_waits_to_be_written_cancels_the_write(rig: Rig) -> None:
+def test_taking_what_waits_to_be_written_cancels_the_write(rig):
     first, second = rig.put(noise(4 * KiB)), rig.put(noise(8 * KiB))
     payload = rig.store.take(second)
     assert torch.equal(payload, noise(8 * KiB))

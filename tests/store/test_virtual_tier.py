@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import PathTier, Quota
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
-from tests.store.rig import CLIENT, PAGE, MakeRig, Rig, noise
+from tests.store.rig import CLIENT, PAGE, noise
 
 # ---------------------------------------------------------------------- several paths
 #: Parts of striped tickets are multiples of this here.
@@ -27,13 +24,13 @@ UNIT = 64 * KiB
 
 
 @pytest.fixture(autouse=True)
-def _small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_stripes(monkeypatch):
     monkeypatch.setattr(tiers, "STRIPE_BYTES", 8 * UNIT)
     monkeypatch.setattr(tiers, "STRIPE_UNIT", UNIT)
 
 
 @pytest.fixture
-def pair(make_rig: MakeRig) -> Rig:
+def pair(make_rig):
     """Two paths; the first is twice as fast."""
     rig = make_rig(paths=2, disk_bytes=96 * UNIT)
     rig.queues[0].bandwidth.seed(read=2e9, write=2e9)
@@ -41,7 +38,7 @@ def pair(make_rig: MakeRig) -> Rig:
     return rig
 
 
-def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair: Rig) -> None:
+def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair):
     first, payload = pair.queues[0], noise(24 * UNIT + 7)
     ticket = pair.stored(payload)
     parts = {stripe.queue: stripe.nbytes for stripe in ticket.entry.stripes}
@@ -57,7 +54,7 @@ def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair:
     assert torch.equal(pair.store.get(ticket), payload)
 
 
-def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
+def test_a_full_path_leaves_the_rest_to_the_others(pair):
     tickets = [pair.put(noise(24 * UNIT, seed)) for seed in range(7)]
     assert pair.regions[0].free_bytes < 24 * UNIT
     with pytest.raises(TierFullError, match="no tier has room for 2 MiB"):
@@ -69,7 +66,7 @@ def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
         pair.store.evict(ticket)
 
 
-def test_each_stripe_begins_on_a_page_when_a_path_is_full(pair: Rig) -> None:
+def test_each_stripe_begins_on_a_page_when_a_path_is_full(pair):
     # A read may fill its last page: what another stripe has there would be overwritten.
     pair.regions[1].allocate(pair.regions[1].free_bytes)
     ticket = pair.put(noise(24 * UNIT + 7))
@@ -77,7 +74,7 @@ def test_each_stripe_begins_on_a_page_when_a_path_is_full(pair: Rig) -> None:
     pair.complete()
 
 
-def test_one_capacity_over_several_paths(pair: Rig) -> None:
+def test_one_capacity_over_several_paths(pair):
     quota = Quota(40 * UNIT)
     tier = PathTier("nvme", pair.queues, dict.fromkeys(pair.queues, quota))
     assert tier.capacity == 40 * UNIT
@@ -91,7 +88,7 @@ def test_one_capacity_over_several_paths(pair: Rig) -> None:
     assert quota.used_bytes == 0
 
 
-def test_a_ticket_on_two_paths_needs_both(pair: Rig) -> None:
+def test_a_ticket_on_two_paths_needs_both(pair):
     payload, broken = noise(24 * UNIT), OSError(5, "Input/output error")
     stored, ticket = pair.stored(payload), pair.put(payload)
     pair.backends[1].complete(error=broken)
@@ -106,10 +103,8 @@ def test_a_ticket_on_two_paths_needs_both(pair: Rig) -> None:
     assert pair.disk.used_bytes == 0
 
 
-def test_a_path_that_cannot_grow_takes_nothing_of_the_others_along(
-    pair: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(nbytes: int) -> None:
+def test_a_path_that_cannot_grow_takes_nothing_of_the_others_along(pair, monkeypatch):
+    def refuse(nbytes):
         raise StorageError("the file cannot grow")
 
     monkeypatch.setattr(pair.regions[1], "allocate", refuse)
@@ -119,7 +114,7 @@ def test_a_path_that_cannot_grow_takes_nothing_of_the_others_along(
 
 
 # ---------------------------------------------------------------------- checksums
-def test_a_flipped_bit_is_found_and_named(make_rig: MakeRig) -> None:
+def test_a_flipped_bit_is_found_and_named(make_rig):
     rig = make_rig(checksum="full", paths=2)
     payload = noise(10 * UNIT + 3)
     ticket = rig.stored(payload)
@@ -136,7 +131,7 @@ def test_a_flipped_bit_is_found_and_named(make_rig: MakeRig) -> None:
 
 
 # ---------------------------------------------------------------------- host tiers
-def test_what_is_needed_last_makes_room(make_rig: MakeRig) -> None:
+def test_what_is_needed_last_makes_room(make_rig):
     rig = make_rig(host_bytes=3 * PAGE)
     late, soon, later = (rig.put(noise(PAGE, use), next_use=use) for use in (8, 2, 9))
     unknown = rig.put(noise(PAGE, 5))  # no time given: nobody leaves for it
@@ -151,7 +146,7 @@ def test_what_is_needed_last_makes_room(make_rig: MakeRig) -> None:
         assert torch.equal(rig.store.get(ticket), noise(PAGE, seed))
 
 
-def test_nobody_leaves_when_that_would_not_make_room(make_rig: MakeRig) -> None:
+def test_nobody_leaves_when_that_would_not_make_room(make_rig):
     rig = make_rig(host_bytes=3 * PAGE)
     first, second = rig.put(noise(PAGE), next_use=9), rig.put(noise(2 * PAGE), next_use=1)
     third = rig.put(noise(3 * PAGE), next_use=2)
@@ -160,7 +155,7 @@ def test_nobody_leaves_when_that_would_not_make_room(make_rig: MakeRig) -> None:
     rig.complete()
 
 
-def test_a_full_disk_keeps_all_in_the_host_tier(make_rig: MakeRig) -> None:
+def test_a_full_disk_keeps_all_in_the_host_tier(make_rig):
     rig = make_rig(host_bytes=PAGE, disk_bytes=PAGE)
     first = rig.put(noise(PAGE, 1), next_use=9)
     on_disk = rig.store.put(noise(PAGE, 2), CLIENT, [rig.disk])
@@ -172,7 +167,7 @@ def test_a_full_disk_keeps_all_in_the_host_tier(make_rig: MakeRig) -> None:
     assert on_disk.state is TicketState.STORED
 
 
-def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig: MakeRig) -> None:
+def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig):
     rig = make_rig(budget=4 * MiB)
     tickets = [rig.stored(noise(1 * MiB, seed)) for seed in range(6)]
     rig.at_once()
@@ -190,14 +185,14 @@ def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig: MakeRi
 
 # ---------------------------------------------------------------------- foreign files
 @pytest.fixture
-def shard(tmp_path: Path) -> Path:
+def shard(tmp_path):
     file = tmp_path / "shard.safetensors"
     file.write_bytes(noise(3 * MiB + 77).numpy().tobytes())
     return file
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def library(request: pytest.FixtureRequest, shard: Path) -> Iterator[tuple[TensorStore, PathQueue]]:
+def library(request, shard):
     recorder, pool = Recorder(), BufferPool(16 * MiB)
     store = TensorStore(pool, recorder, write_behind=16 * MiB)
     backend = create_backend("posix", threads=2, block_size=256 * KiB)
@@ -213,9 +208,7 @@ def library(request: pytest.FixtureRequest, shard: Path) -> Iterator[tuple[Tenso
     ("begin", "nbytes"),
     [(0, 3 * MiB + 77), (0, 1), (8, 100), (4096, 4096), (4095, 2), (3 * MiB + 70, 7), (10, 0)],
 )
-def test_a_range_of_a_foreign_file_is_a_ticket(
-    library: tuple[TensorStore, PathQueue], begin: int, nbytes: int
-) -> None:
+def test_a_range_of_a_foreign_file_is_a_ticket(library, begin, nbytes):
     store, queue = library
     expected = noise(3 * MiB + 77)[begin : begin + nbytes]
     ticket = store.adopt(queue, begin, nbytes, "parameters")
@@ -229,24 +222,20 @@ def test_a_range_of_a_foreign_file_is_a_ticket(
     assert store.live_tickets == 0
 
 
-def test_a_foreign_file_is_never_written(
-    library: tuple[TensorStore, PathQueue], shard: Path
-) -> None:
+def test_a_foreign_file_is_never_written(library, shard):
     store, queue = library
     ticket = store.adopt(queue, 100, 5000, "parameters")
     store.take(ticket).zero_()
     assert shard.read_bytes() == noise(3 * MiB + 77).numpy().tobytes()
 
 
-def test_a_file_that_is_too_short_is_refused(library: tuple[TensorStore, PathQueue]) -> None:
+def test_a_file_that_is_too_short_is_refused(library):
     store, queue = library
     with pytest.raises(StorageError, match="It may be truncated"):
         store.adopt(queue, 3 * MiB, 78, "parameters")
 
 
-def test_a_file_that_was_cut_meanwhile_is_an_error(
-    library: tuple[TensorStore, PathQueue], shard: Path
-) -> None:
+def test_a_file_that_was_cut_meanwhile_is_an_error(library, shard):
     store, queue = library
     ticket = store.adopt(queue, 0, 3 * MiB, "parameters")
     with shard.open("r+b") as file:
