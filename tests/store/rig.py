@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -57,20 +56,11 @@ class Rig:
     checksum: Literal["full", "sampled", "off"] = "off"
     encryption: bool = False
     recorder: Recorder = field(default_factory=Recorder)
-    nonces: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
-        if cipher:
-            key, nonces = cipher._aead, self.nonces
-
-            def encrypt_into(nonce: bytes, *others: Any) -> None:
-                nonces.append(nonce)
-                key.encrypt_into(nonce, *others)
-
-            cipher._aead = SimpleNamespace(encrypt_into=encrypt_into, decrypt_into=key.decrypt_into)
         self.regions: list[Region] = []
         self.backends: list[ObedientBackend] = []
         self.queues: list[PathQueue] = []
@@ -126,13 +116,6 @@ class Rig:
         for stripe in ticket.entry.stripes:
             part = image[stripe.begin : stripe.begin + stripe.nbytes]
             os.pwrite(stripe.queue.region.fd, part, stripe.extent.offset)
-
-    def flip(self, ticket: Ticket, index: int) -> None:
-        """Change one bit of a stored ticket behind the store's back."""
-        for stripe in ticket.entry.stripes:
-            if stripe.begin <= index < stripe.begin + stripe.nbytes:
-                fd, place = stripe.queue.region.fd, stripe.extent.offset + index - stripe.begin
-                os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
 
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes[CLIENT, verb]
