@@ -20,7 +20,7 @@ from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 
 class ManualBackend(Backend):
@@ -73,28 +73,25 @@ def plain_region(directory: Path, capacity: int) -> Region:
     return Region(directory, "nvme", capacity, direct=False)
 
 
-def extent(page: int, pages: int = 1) -> Extent:
-    """Where some pages lie."""
-    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
-
-
 def make_move(
     queue: PathQueue,
-    extent: Extent,
-    nbytes: int,
+    page: int,
+    nbytes: int = PAGE_BYTES,
     *,
     write: bool = True,
     priority: Priority = Priority.WRITE_BACK,
+    misalignment: int = 0,
     **options: Any,
 ) -> Move:
-    """A move over memory of its own."""
-    memory = (ctypes.c_char * max(1, nbytes))()
+    """A move to or from a page of a region; its memory begins with a page if not misaligned."""
+    room = round_up(nbytes, PAGE_BYTES)
+    memory = (ctypes.c_char * (room + 2 * PAGE_BYTES))()
     options.setdefault("on_end", lambda move: None)
     return Move(
         client="activations",
         direction=Direction.WRITE if write else Direction.READ,
-        stripes=[Stripe(queue, extent, 0, nbytes)],
-        address=ctypes.addressof(memory),
+        stripes=[Stripe(queue, Extent(page * PAGE_BYTES, room), 0, nbytes)],
+        address=round_up(ctypes.addressof(memory), PAGE_BYTES) + misalignment,
         nbytes=nbytes,
         priority=priority,
         keep_alive=memory,

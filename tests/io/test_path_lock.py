@@ -20,7 +20,7 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, extent, make_move
+from tests.io.backends import ManualBackend, make_move
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
@@ -194,7 +194,7 @@ def queue(plain, manual, granted):
 
 def move(queue: PathQueue, page: int, pages: int = 1, *, write: bool = False) -> Move:
     priority = Priority.WRITE_BACK if write else Priority.PREFETCH
-    made = make_move(queue, extent(page, pages), pages * PAGE_BYTES, write=write, priority=priority)
+    made = make_move(queue, page, pages * PAGE_BYTES, write=write, priority=priority)
     made.submit()
     return made
 

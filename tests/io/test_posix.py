@@ -3,8 +3,6 @@
 `test_backends.py` has what every backend must do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
@@ -13,9 +11,10 @@ import os
 import pytest
 
 from offload_strategy.io.backends.posix import PosixBackend
+from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.io.conformance import HostMemory, begin
+from tests.io.conformance import HostMemory, Outcome, begin
 
 BLOCK = 16 * PAGE_BYTES
 CALLS = pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -37,12 +36,12 @@ def test_short_reads_and_writes_are_continued(backend, region, monkeypatch, misa
 
         def call(fd, views, offset):
             calls.append(name)
-            return int(real(fd, [views[0][:PAGE_BYTES]], offset))
+            return real(fd, [views[0][:PAGE_BYTES]], offset)
 
         return call
 
-    for name in ("pwritev", "preadv"):
-        monkeypatch.setattr(os, name, short(name))
+    monkeypatch.setattr(os, "pwritev", short("pwritev"))
+    monkeypatch.setattr(os, "preadv", short("preadv"))
     nbytes = 5 * PAGE_BYTES + 100
     written, read = HostMemory(nbytes, misalignment), HostMemory(nbytes, misalignment)
     written.data = os.urandom(nbytes)
@@ -53,32 +52,59 @@ def test_short_reads_and_writes_are_continued(backend, region, monkeypatch, misa
 
 
 @CALLS
-def test_a_system_call_that_moves_nothing_is_an_error_and_no_endless_loop(
-    backend, region, monkeypatch, call
-):
-    monkeypatch.setattr(os, call, lambda fd, views, offset: 0)
-    memory = HostMemory(2 * PAGE_BYTES)
-    error = begin(backend, region.fd, memory, write=call == "pwritev", offset=PAGE_BYTES).get()
-    assert isinstance(error, OSError)
-    assert str(2 * PAGE_BYTES) in str(error)
-
-
-@pytest.mark.parametrize("forever", [False, True], ids=["a few times", "forever"])
-@CALLS
-def test_a_system_call_that_fails_with_eagain_is_repeated_for_a_while(
-    backend, region, monkeypatch, call, forever
+@pytest.mark.parametrize("how", ["moves nothing", "is busy a few times", "is busy forever"])
+def test_a_system_call_that_does_nothing_is_repeated_for_a_while(
+    backend, region, monkeypatch, call, how
 ):
     real, refusals = getattr(os, call), [errno.EAGAIN] * 5
 
-    def busy(fd, views, offset):
-        if forever or refusals:
-            raise OSError(errno.EAGAIN if forever else refusals.pop(), "try again")
-        return int(real(fd, views, offset))
+    def refuse(fd, views, offset):
+        if how == "moves nothing":
+            return 0
+        if how == "is busy forever" or refusals:
+            raise OSError(errno.EAGAIN if how == "is busy forever" else refusals.pop(), "try again")
+        return real(fd, views, offset)
 
-    monkeypatch.setattr(os, call, busy)
-    monkeypatch.setattr("offload_strategy.io.backends.posix.RETRY_SECONDS", 0.05 if forever else 30)
-    error = begin(backend, region.fd, HostMemory(PAGE_BYTES), write=call == "pwritev").get()
-    assert isinstance(error, BlockingIOError) if forever else error is None
+    monkeypatch.setattr(os, call, refuse)
+    if how == "is busy forever":
+        monkeypatch.setattr("offload_strategy.io.backends.posix.RETRY_SECONDS", 0.05)
+    memory = HostMemory(2 * PAGE_BYTES)
+    error = begin(backend, region.fd, memory, write=call == "pwritev", offset=PAGE_BYTES).get()
+    if how == "moves nothing":
+        assert isinstance(error, OSError)
+        assert str(2 * PAGE_BYTES) in str(error)
+    else:
+        assert isinstance(error, BlockingIOError) if how == "is busy forever" else error is None
+
+
+@CALLS
+@pytest.mark.parametrize("how", ["fails", "is short"])
+def test_a_request_for_adjacent_moves_that_fails_is_tried_again_one_by_one(
+    backend, region, monkeypatch, call, how
+):
+    """The error of one move is its own; the others complete."""
+    real, calls = getattr(os, call), []
+
+    def broken(fd, views, offset):
+        calls.append(len(views))
+        if how == "is short":
+            return real(fd, views[:1], offset)
+        if offset <= 4 * PAGE_BYTES < offset + sum(map(len, views)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, call, broken)
+    outcomes = [Outcome(HostMemory(PAGE_BYTES)) for _ in range(3)]
+    places = [(3 + number) * PAGE_BYTES for number in range(3)]
+    requests = [
+        BlockRequest(call == "pwritev", region.fd, place, end.memory.address, PAGE_BYTES, end)
+        for place, end in zip(places, outcomes, strict=True)
+    ]
+    backend.submit(requests)
+    errors = [end.get() for end in outcomes]
+    assert calls == [3, 1, 1, 1]
+    assert errors[0] is errors[2] is None
+    assert errors[1] is None if how == "is short" else errors[1].errno == errno.EIO
 
 
 def cached_pages(fd: int, nbytes: int) -> int:
