@@ -1,22 +1,28 @@
-from __future__ import annotations
+"""Regions: their files, their extents, and their capacities against what the disks have."""
 
 import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offload_strategy.errors import ConfigError, StorageError
+from offload_strategy.io.regions import extents as extents_module
 from offload_strategy.io.regions import region as region_module
-from offload_strategy.io.regions.directory_check import check_directory
+from offload_strategy.io.regions.directory_check import check_capacities, check_directory
+from offload_strategy.io.regions.extents import ExtentAllocator
 from offload_strategy.io.regions.region import Region
-from offload_strategy.units import GiB, MiB, format_size
+from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
+from tests.io.loop_devices import loop_device, loop_disk
 
 UNNAMED = [
     pytest.param(True, id="unnamed", marks=pytest.mark.skipif(
@@ -37,19 +43,15 @@ def region(request, disk, monkeypatch):
     made.close()
 
 
-def test_the_file_has_no_name_and_only_its_owner_may_read_it(region, disk):
+def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_early(region, disk):
     status = os.fstat(region.fd)
     assert list(disk.iterdir()) == []
     assert status.st_nlink == 0
     assert stat.S_ISREG(status.st_mode)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert not os.get_inheritable(region.fd)
-
-
-def test_blocks_are_there_before_they_are_written(region):
-    assert os.fstat(region.fd).st_blocks == 0
-    extent = region.allocate(10 * MiB)
-    assert extent is not None
+    assert status.st_blocks == 0
+    assert region.allocate(10 * MiB) is not None
     status = os.fstat(region.fd)
     assert status.st_size == 64 * MiB  # in one step: less than what a step grows by
     assert status.st_blocks * 512 >= 10 * MiB
@@ -66,12 +68,21 @@ def test_the_file_grows_in_large_steps(disk, monkeypatch):
     region.close()
 
 
-def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk):
+def test_a_capacity_is_what_the_disk_has_less_a_reserve_and_no_more(disk, monkeypatch):
     free = shutil.disk_usage(disk).free
     region = Region(disk, "nvme")
     # Others write to the disk as well.
     assert abs(region.capacity - (free - region_module.RESERVE_BYTES)) < 1 * GiB
     region.close()
+    capacity = free + 1000 * GiB
+    with pytest.raises(ConfigError, match=r"'nvme'.*Lower the capacity") as refused:
+        Region(disk, "nvme", capacity=capacity)
+    assert str(disk) in str(refused.value)
+    assert format_size(capacity) in str(refused.value)
+    usage = shutil._ntuple_diskusage(100 * MiB, 99 * MiB, 1 * MiB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"'nvme'.*too little free space \(1 MiB\)"):
+        Region(disk, "nvme")
 
 
 def test_what_other_programs_used_meanwhile_is_not_allocated(region, monkeypatch):
@@ -90,7 +101,7 @@ def test_what_other_programs_used_meanwhile_is_not_allocated(region, monkeypatch
 
 
 def fail_to_preallocate(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
@@ -119,53 +130,15 @@ def test_where_nothing_can_be_preallocated_the_file_is_sparse(region, monkeypatc
     assert os.fstat(region.fd).st_size == 64 * MiB
 
 
-def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk):
-    capacity = shutil.disk_usage(disk).free + 1000 * GiB
-    with pytest.raises(ConfigError, match=r"'nvme'.*Lower the capacity") as refused:
-        Region(disk, "nvme", capacity=capacity)
-    assert str(disk) in str(refused.value)
-    assert format_size(capacity) in str(refused.value)
-
-
-def test_a_disk_without_any_room_is_refused(disk, monkeypatch):
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100 * MiB, 99 * MiB, 1 * MiB)
-    )
-    with pytest.raises(ConfigError, match=r"'nvme'.*too little free space \(1 MiB\)"):
-        Region(disk, "nvme")
-
-
 @pytest.mark.parametrize("direct", ["auto", False])
 def test_direct_io_is_used_unless_it_is_not_wanted(disk, caplog, direct):
     region = Region(disk, "nvme", capacity=1 * MiB, direct=direct)
     if direct and not region.direct:
         pytest.skip("the temporary directory does not support direct I/O")
-    assert (
-        bool(fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT) == region.direct == bool(direct)
-    )
+    assert region.direct == bool(direct)
+    assert bool(fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT) == region.direct
     assert caplog.messages == []
     region.close()
-
-
-def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    real_open, direct = os.open, os.O_DIRECT
-
-    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_open(path, flags, *args, **options)
-
-    def pwrite(fd: int, data: Any, offset: int) -> int:
-        if how == "by a short write":
-            return 512
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    if how == "at open":
-        monkeypatch.setattr(os, "open", open_)
-    elif how == "no such flag":
-        monkeypatch.delattr(os, "O_DIRECT")
-    else:
-        monkeypatch.setattr(os, "pwrite", pwrite)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +147,31 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
     disk, monkeypatch, caplog, how
 ):
-    refuse_direct(monkeypatch, how)
+    real_open, direct = os.open, os.O_DIRECT
+    invalid = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def open_(path, flags, *args, **options):
+        if flags & direct:
+            raise invalid
+        return real_open(path, flags, *args, **options)
+
+    def pwrite(fd, data, offset):
+        if how == "by a short write":
+            return 512
+        raise invalid
+
+    if how == "at open":
+        monkeypatch.setattr(os, "open", open_)
+    elif how == "no such flag":
+        monkeypatch.delattr(os, "O_DIRECT")
+    else:
+        monkeypatch.setattr(os, "pwrite", pwrite)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     assert not region.direct
-    assert [message for message in caplog.messages if "direct I/O" in message and "nvme" in message]
-    assert len(caplog.messages) == 1
+    (message,) = caplog.messages
+    assert "direct I/O" in message
+    assert "nvme" in message
     region.close()
     with pytest.raises(ConfigError, match=r"refuses direct I/O \(io.direct: true\)"):
         Region(disk, "nvme", capacity=1 * MiB, direct=True)
@@ -253,3 +245,134 @@ def test_a_directory_that_others_control_is_refused(disk, tmp_path, mode, owner,
     os.lchown(link, STRANGER, -1)
     with pytest.raises(ConfigError, match=rf"symbolic link of another user \({STRANGER}\)"):
         check_directory(link, "nvme")
+
+
+# ---------------------------------------------------------------------- extents
+PAGES = 24
+
+
+def place_for(taken: str, pages: int, large: bool) -> int | None:
+    """Where so many pages go in a region whose pages are taken (x) or free (.)."""
+    free = [found.span() for found in re.finditer(r"\.+", taken)]
+    fitting = [(begin, end) for begin, end in free if end - begin >= pages]
+    holes = [(end - begin, begin) for begin, end in fitting if end < PAGES]
+    if not holes:  # what is behind the last page that is taken comes last
+        return fitting[0][0] if fitting else None
+    return min(begin for _, begin in holes) if large else min(holes)[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    large_pages=st.sampled_from([3, PAGES + 1]),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6 * PAGE_BYTES)), max_size=50),
+)
+def test_small_extents_take_the_best_fit_and_large_ones_the_lowest_address(large_pages, steps):
+    allocator, taken, extents = ExtentAllocator(PAGES * PAGE_BYTES + 17), "." * PAGES, []
+
+    def mark(extent, letter):
+        begin, pages = extent.offset // PAGE_BYTES, extent.nbytes // PAGE_BYTES
+        return taken[:begin] + pages * letter + taken[begin + pages :]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extents_module, "LARGE_BYTES", large_pages * PAGE_BYTES)
+        for allocates, number in steps:
+            if allocates:
+                pages = max(1, -(-number // PAGE_BYTES))
+                expected = place_for(taken, pages, pages >= large_pages)
+                extent = allocator.allocate(number)
+                if expected is None:
+                    assert extent is None
+                    continue
+                assert extent == (expected * PAGE_BYTES, pages * PAGE_BYTES)
+                extents.append(extent)
+                taken = mark(extent, "x")
+            elif extents:
+                extent = extents.pop(number % len(extents))
+                allocator.free(extent)
+                taken = mark(extent, ".")
+            assert allocator.used_bytes == taken.count("x") * PAGE_BYTES
+    for extent in extents:
+        allocator.free(extent)
+        with pytest.raises(AssertionError, match="freed twice"):
+            allocator.free(extent)
+
+
+# ---------------------------------------------------------------------- capacities of all tiers
+class Disks(NamedTuple):
+    """Two small file systems, and what each of them can give."""
+
+    first: Path
+    second: Path
+    usable: int
+
+
+@pytest.fixture
+def disks(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with (
+        loop_disk(tmp_path / "0", 128 * MiB) as first,
+        loop_disk(tmp_path / "1", 128 * MiB) as second,
+    ):
+        links = tmp_path / "nvme0", tmp_path / "nvme1"
+        for link, made in zip(links, (first, second), strict=True):
+            link.symlink_to(made.directory)
+        yield Disks(*links, shutil.disk_usage(links[0]).free - 64 * MiB)
+
+
+def test_tiers_on_one_disk_fit_together_or_are_named_with_the_sums(disks, tmp_path):
+    first, second, usable = disks
+    half = usable // 2
+    check_capacities([("a", first, half), ("b", first, half)])
+    check_capacities([("a", first, usable), ("b", second, usable)])
+    # Without a capacity a tier takes what the others leave.
+    check_capacities([("a", first, usable), ("b", first, None)])
+    check_capacities([("a", first, None), ("b", first, None)])
+    check_capacities([])
+    # Whoever opens a path that is not there says more.
+    check_capacities([("a", tmp_path / "gone", 1000 * GiB), ("b", tmp_path / "gone", 1000 * GiB)])
+    part, inside = half + 1 * MiB, first / "inside"
+    inside.mkdir()
+    with pytest.raises(ConfigError) as refused:
+        check_capacities([("a", first, part), ("b", inside, part), ("c", second, part)])
+    message = str(refused.value)
+    assert f"'a' {format_size(part)} + 'b' {format_size(part)} = {format_size(2 * part)}" in message
+    assert "'c'" not in message
+    assert str(first) in message
+    assert f"only {format_size(usable)} available" in message
+    assert f"lower them to {format_size(usable)} together" in message
+
+
+def test_every_process_of_the_machine_takes_its_own_file(disks, monkeypatch):
+    def processes(rank, size):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
+
+    quarter, more = disks.usable // 4, disks.usable // 4 + 1 * MiB
+    processes(3, 4)
+    check_capacities([("a", disks.first, quarter)])
+    with pytest.raises(ConfigError) as refused:
+        check_capacities([("a", disks.first, more)])
+    message = str(refused.value)
+    assert f"'a' {format_size(more)} × 4 processes" in message
+    assert f"lower them to {format_size(quarter)} together for each of the 4 processes" in message
+    assert "$LOCAL_RANK" in message
+    # The digit of the mount point is the rank's as well; it is the rank's folder that counts.
+    for rank in range(4):
+        (disks.first / f"rank{rank}").mkdir()
+    with pytest.raises(ConfigError, match="× 4 processes"):
+        check_capacities([("a", disks.first / "rank3", disks.usable)])
+    # With a disk each, as /mnt/nvme$LOCAL_RANK reads for a process, they share nothing.
+    for rank, own in enumerate(disks[:2]):
+        processes(rank, 2)
+        check_capacities([("a", own, disks.usable)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")  # what cannot be read is one process
+    check_capacities([("a", disks.first, disks.usable)])
+
+
+def test_two_tiers_cannot_be_one_device(tmp_path):
+    with loop_device(tmp_path / "0.img", 8 * MiB) as device:
+        (tmp_path / "link").symlink_to(device)
+        check_capacities([("a", device, 1 * GiB)])  # its space knows how large it is
+        with pytest.raises(ConfigError, match=r"'a' and 'b'.*the same block device"):
+            check_capacities([("a", device, None), ("b", tmp_path / "link", None)])
