@@ -1,13 +1,9 @@
 """Threads that end, from inside or from outside, lose no request."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -21,18 +17,6 @@ def pool():
     made = ThreadPool("ssd-offload-test", 1)
     yield made
     made.close(30)
-
-
-@contextmanager
-def no_new_threads() -> Iterator[None]:
-    """Meanwhile the system starts no thread."""
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        yield
 
 
 def occupy(pool: ThreadPool) -> threading.Event:
@@ -51,27 +35,21 @@ def occupy(pool: ThreadPool) -> threading.Event:
 # ---------------------------------------------------------------------- threads start and end
 def test_no_more_threads_start_than_asked_for():
     pool = ThreadPool("ssd-offload-test", 3)
-    gate, running = threading.Event(), threading.Semaphore(0)
-
-    def job():
-        running.release()
-        gate.wait(30)
-
-    for _ in range(10):
-        pool.submit(job)
-    for _ in range(3):
-        assert running.acquire(timeout=30)
+    gates = [occupy(pool) for _ in range(3)]
+    ran = threading.Event()
+    pool.submit(ran.set)
     assert len(our_threads()) == 3
-    gate.set()
+    assert not ran.is_set()
+    for gate in gates:
+        gate.set()
     pool.close()
+    assert ran.is_set()
 
 
 def test_threads_end_when_there_is_no_work(pool, monkeypatch):
     monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 0.01)
     for _ in range(2):
-        ran = threading.Event()
-        pool.submit(ran.set)
-        assert ran.wait(30)
+        occupy(pool).set()
         for thread in our_threads():
             thread.join(30)
         assert our_threads() == set()
@@ -84,31 +62,29 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
         pool.end_threads()
         assert our_threads() == set()
         assert ran[-1] == number
-    pool.submit(lambda: ran.append(3))
-    while ran[-1] != 3:
-        time.sleep(0.001)
+    occupy(pool).set()
     for thread in our_threads():  # it does not wait for another job any more
         thread.join(thread_pool.IDLE_SECONDS / 2)
     assert our_threads() == set()
 
 
-def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool):
-    ran: list[str] = []
-    with no_new_threads(), pytest.raises(RuntimeError, match="can't start"):
-        pool.submit(lambda: ran.append("refused"))
-    pool.submit(lambda: ran.append("accepted"))
+def test_where_no_thread_can_start_a_running_one_is_enough_and_else_the_job_never_runs():
+    pool, ran = ThreadPool("ssd-offload-test", 2), []
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(lambda: ran.append("refused"))
+    gate = occupy(pool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        pool.submit(lambda: ran.append("accepted"))
+    gate.set()
     pool.close()
     assert ran == ["accepted"]
-
-
-def test_one_thread_is_enough_where_no_second_can_start():
-    pool, ran = ThreadPool("ssd-offload-test", 2), threading.Event()
-    gate = occupy(pool)
-    with no_new_threads():
-        pool.submit(ran.set)
-    gate.set()
-    assert ran.wait(30)
-    pool.close()
 
 
 # ---------------------------------------------------------------------- threads that die
@@ -120,12 +96,11 @@ def test_one_thread_is_enough_where_no_second_can_start():
 # A thread that is ended after its last job has nobody left to tell.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_that_are_ended_at_random_lose_no_job():
-    pool = ThreadPool("ssd-offload-test", 2)
-    ran: list[int] = []
-    died: list[int] = []
+    pool, count = ThreadPool("ssd-offload-test", 2), 0
+    ran: set[int] = set()
+    died: set[int] = set()
     settled: set[threading.Thread] = set()
     ended: set[threading.Thread] = set()
-    count = 0
     # At which moment a thread is ended is random: on a busy machine it takes more jobs.
     while count < 300 or (not died and count < 10_000):
         number, count = count, count + 1
@@ -134,24 +109,20 @@ def test_threads_that_are_ended_at_random_lose_no_job():
             settled.add(threading.current_thread())
             for _ in range(20):
                 time.sleep(0)
-            ran.append(number)
+            ran.add(number)
 
-        def fail(error, number=number):
-            died.append(number)
-
-        pool.submit(job, fail)
+        pool.submit(job, lambda error, number=number: died.add(number))
         if number % 7 == 0:
-            for thread in our_threads():
+            for thread in our_threads() & settled - ended:
                 # A thread that is ended while it starts would leave `Thread.start` waiting forever,
                 # and none can clean up if it is ended again at every line of that.
-                if thread.is_alive() and thread in settled - ended:
-                    assert thread.ident is not None
+                if thread.is_alive():
                     ended.add(thread)
                     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
                     set_exception(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
                     time.sleep(0.001)
     pool.close(30)
-    assert set(ran) | set(died) == set(range(count))
+    assert ran | died == set(range(count))
     assert died, "no thread was ended while it had a job: the test shows nothing"
     assert our_threads() == set()
 
