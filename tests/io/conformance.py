@@ -1,7 +1,5 @@
 """What every backend must do, whatever it moves the bytes with."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -10,7 +8,7 @@ import threading
 import time
 from ctypes import addressof, c_char
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -25,18 +23,9 @@ BLOCK = 64 * PAGE_BYTES
 SIZES = [1, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77, BLOCK - 1, BLOCK]
 
 
-class Memory(Protocol):
+class HostMemory:
     """Memory at a chosen distance from a page's start, with a guard on both sides."""
 
-    address: int
-    nbytes: int
-    data: bytes
-
-    @property
-    def around(self) -> set[int]: ...
-
-
-class HostMemory:
     def __init__(self, nbytes: int, misalignment: int = 0) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes + misalignment + 2 * PAGE_BYTES)
@@ -57,6 +46,10 @@ class HostMemory:
     def around(self) -> set[int]:
         """The values of the bytes before and behind."""
         return set(self._map[: self._start]) | set(self._map[self._start + self.nbytes :])
+
+
+Memory = HostMemory
+"""Or what has its attributes."""
 
 
 class Outcome:
@@ -86,6 +79,13 @@ def begin(
     request = BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)
     backend.submit([request])
     return outcome
+
+
+def assert_fails(end: Outcome, *codes: int) -> None:
+    """The request must end with a system's error, which has one of the codes."""
+    error = end.get()
+    assert isinstance(error, OSError), repr(error)
+    assert error.errno in codes
 
 
 class Conformance:
@@ -122,37 +122,36 @@ class Conformance:
             yield region, fail
             region.close()
 
-    @pytest.mark.parametrize("nbytes", SIZES)
     @pytest.mark.parametrize(("out", "back"), [(0, 0), (1, 0), (0, 8), (512, PAGE_BYTES - 1)])
-    def test_any_size_at_any_address_comes_back_as_it_was(self, backend, region, nbytes, out, back):
-        written, read = self.memory(nbytes, out), self.memory(nbytes, back)
-        data = random.Random(nbytes).randbytes(nbytes)
-        written.data = data
-        for offset in (0, 3 * PAGE_BYTES, 4 * MiB):
-            assert begin(backend, region.fd, written, write=True, offset=offset).get() is None
-            # With and without a check afterwards: a backend may choose another way for it.
-            for after in (None, lambda: None):
-                read.data = bytes(nbytes)
-                end = begin(backend, region.fd, read, write=False, offset=offset, after=after)
-                assert end.get() is None
-                assert read.data == data
-            assert read.around == {0xA5}
-            assert written.data == data
-            with open(f"/proc/self/fd/{region.fd}", "rb") as other:  # as the file system sees it
-                other.seek(offset)
-                assert other.read(nbytes) == data
+    def test_any_size_at_any_address_comes_back_as_it_was(self, backend, region, out, back):
+        for nbytes in SIZES:
+            written, read = self.memory(nbytes, out), self.memory(nbytes, back)
+            written.data = data = random.Random(nbytes).randbytes(nbytes)
+            for offset in (0, 3 * PAGE_BYTES, 4 * MiB):
+                assert begin(backend, region.fd, written, write=True, offset=offset).get() is None
+                # With and without a check afterwards: a backend may choose another way for it.
+                for after in (None, lambda: None):
+                    read.data = bytes(nbytes)
+                    end = begin(backend, region.fd, read, write=False, offset=offset, after=after)
+                    assert end.get() is None
+                    assert read.data == data
+                assert read.around == {0xA5}
+                assert written.data == data
+                with open(f"/proc/self/fd/{region.fd}", "rb") as file:  # as the file system sees it
+                    file.seek(offset)
+                    assert file.read(nbytes) == data
 
-    @pytest.mark.parametrize("nbytes", SIZES)
-    def test_a_read_that_may_fill_its_last_page_touches_no_other(self, backend, region, nbytes):
-        written, size = self.memory(nbytes), round_up(nbytes, PAGE_BYTES)
-        written.data = data = random.Random(nbytes).randbytes(nbytes)
-        assert begin(backend, region.fd, written, write=True).get() is None
-        roomy = self.memory(size + PAGE_BYTES)
-        roomy.data = b"\x5a" * roomy.nbytes
-        end = begin(backend, region.fd, roomy, write=False, nbytes=nbytes, whole_pages=True)
-        assert end.get() is None
-        assert roomy.data[:nbytes] == data
-        assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
+    def test_a_read_that_may_fill_its_last_page_touches_no_other(self, backend, region):
+        for nbytes in SIZES:
+            written, size = self.memory(nbytes), round_up(nbytes, PAGE_BYTES)
+            written.data = data = random.Random(nbytes).randbytes(nbytes)
+            assert begin(backend, region.fd, written, write=True).get() is None
+            roomy = self.memory(size + PAGE_BYTES)
+            roomy.data = b"\x5a" * roomy.nbytes
+            end = begin(backend, region.fd, roomy, write=False, nbytes=nbytes, whole_pages=True)
+            assert end.get() is None
+            assert roomy.data[:nbytes] == data
+            assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
 
     def test_many_requests_at_once_in_any_order(self, backend, region):
         dice = random.Random(7)
@@ -195,10 +194,9 @@ class Conformance:
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
     def test_calls_before_and_after_a_block_are_made_then(self, backend, region, write):
         memory, other = self.memory(BLOCK), self.memory(BLOCK)
-        expected = memory.data = b"1" * BLOCK
-        if write:
-            expected = b"2" * BLOCK
-        else:
+        memory.data = b"1" * BLOCK
+        expected = b"2" * BLOCK if write else memory.data
+        if not write:
             assert begin(backend, region.fd, memory, write=True).get() is None
         seen: list[bytes] = []
         threads: list[str] = []
@@ -209,26 +207,20 @@ class Conformance:
 
         def after():
             threads.append(threading.current_thread().name)
-            if write:
-                with open(f"/proc/self/fd/{region.fd}", "rb") as file:
-                    seen.append(file.read(BLOCK))
-            else:
-                seen.append(memory.data)
+            with open(f"/proc/self/fd/{region.fd}", "rb") as file:
+                seen.append(file.read(BLOCK) if write else memory.data)
 
         outcome = begin(backend, region.fd, memory, write=write, before=before, after=after)
         assert outcome.get() is None
         assert seen == [expected]
-        assert len(set(threads)) == 1
-        assert threads[0] != threading.current_thread().name
+        assert threads[0] == threads[1] != threading.current_thread().name
         assert begin(backend, region.fd, other, write=False).get() is None
         assert other.data == expected
 
     def test_a_read_beyond_the_end_of_the_file_is_an_error(self, backend, region):
         memory = self.memory(2 * PAGE_BYTES)
         for offset in (64 * MiB, 16 * MiB, 16 * MiB - PAGE_BYTES):
-            error = begin(backend, region.fd, memory, write=False, offset=offset).get()
-            assert isinstance(error, OSError)
-            assert error.errno == errno.EIO
+            assert_fails(begin(backend, region.fd, memory, write=False, offset=offset), errno.EIO)
 
     @pytest.mark.parametrize("misalignment", [0, 3])
     @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
@@ -238,28 +230,21 @@ class Conformance:
         path, data = tmp_path / "external", os.urandom(3 * PAGE_BYTES + 1234)
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        try:
-            for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1234), (3 * PAGE_BYTES, 1000)]:
-                memory = self.memory(nbytes, misalignment)
-                assert begin(backend, fd, memory, write=False, offset=offset).get() is None
-                assert memory.data == data[offset : offset + nbytes]
-                assert memory.around == {0xA5}
-            for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1235), (0, 4 * PAGE_BYTES)]:
-                memory = self.memory(nbytes, misalignment)
-                error = begin(backend, fd, memory, write=False, offset=offset).get()
-                assert isinstance(error, OSError)
-                assert error.errno == errno.EIO
-        finally:
-            os.close(fd)
+        for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1234), (3 * PAGE_BYTES, 1000)]:
+            memory = self.memory(nbytes, misalignment)
+            assert begin(backend, fd, memory, write=False, offset=offset).get() is None
+            assert memory.data == data[offset : offset + nbytes]
+            assert memory.around == {0xA5}
+        for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1235), (0, 4 * PAGE_BYTES)]:
+            memory = self.memory(nbytes, misalignment)
+            assert_fails(begin(backend, fd, memory, write=False, offset=offset), errno.EIO)
+        os.close(fd)
 
     @pytest.mark.parametrize("misalignment", [0, 1])
     def test_a_disk_that_fails_is_an_error_of_each_request_and_never_wrong_data(
-        self,
-        failing,  # first: it is unmounted when all is closed
-        backend,
-        misalignment,
+        self, failing, backend, misalignment
     ):
-        region, fail = failing
+        region, fail = failing  # the first fixture: it is unmounted when all is closed
         memory = self.memory(BLOCK, misalignment)
         places = range(0, 8 * MiB, BLOCK)
         for offset in places:
@@ -270,32 +255,30 @@ class Conformance:
             if block.data not in (memory.data, b"w" * BLOCK):
                 raise CorruptDataError("the checksum differs")
 
-        def outcomes(*, write):
+        def requests(*, write):
             ends = []
             for at in places[-8:]:
                 block = self.memory(BLOCK, misalignment)
                 block.data = b"w" * BLOCK if write else bytes(BLOCK)
                 after = None if write else partial(check, block)
                 ends.append(begin(backend, region.fd, block, write=write, offset=at, after=after))
-            return [end.get() for end in ends]
+            return ends
 
-        for error in outcomes(write=False):
-            assert isinstance(error, OSError), repr(error)
-            assert error.errno == errno.EIO
-        for error in outcomes(write=True):
+        for end in requests(write=False):
+            assert_fails(end, errno.EIO)
+        for end in requests(write=True):
             # A backend that cannot tell is used with checksums: its writes are found out below.
-            if error is None and not self.reports_failed_writes(backend):
-                continue
-            assert isinstance(error, OSError), repr(error)
-            assert error.errno in (errno.EIO, errno.ENOSPC)
-        for error in outcomes(write=False):
-            assert isinstance(error, OSError), repr(error)
+            if end.get() is not None or self.reports_failed_writes(backend):
+                assert_fails(end, errno.EIO, errno.ENOSPC)
+        for end in requests(write=False):
+            assert isinstance(end.get(), OSError)
 
-    @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
-    def test_a_file_that_was_closed_is_an_error(self, backend, tmp_path, write):
+    def test_a_file_that_was_closed_is_an_error(self, backend, tmp_path):
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
         os.close(fd)
-        assert isinstance(begin(backend, fd, self.memory(PAGE_BYTES), write=write).get(), OSError)
+        for write in (True, False):
+            end = begin(backend, fd, self.memory(PAGE_BYTES), write=write)
+            assert isinstance(end.get(), OSError)
 
     def test_closing_waits_for_requests_in_flight(self, name, region):
         backend = create_backend(name, threads=2, block_size=BLOCK)

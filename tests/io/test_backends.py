@@ -1,18 +1,15 @@
 """Every backend that can run here does what every backend must do."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
-from offload_strategy.io.regions.region import Region
-from offload_strategy.units import MiB
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
 AVAILABLE = available_backends()
@@ -24,6 +21,9 @@ if AVAILABLE["deepnvme"] is None and os.environ.get(DEEPNVME_VARIABLE) != "1":
     TRIED["deepnvme"] = (
         f"to compile DeepSpeed's operators takes minutes; set {DEEPNVME_VARIABLE}=1 to try them"
     )
+needs_deepnvme = pytest.mark.skipif(
+    TRIED["deepnvme"] is not None, reason=f"deepnvme: {TRIED['deepnvme']}"
+)
 # The first test of all waits until DeepSpeed's operators are compiled.
 pytestmark = pytest.mark.timeout(900)
 
@@ -64,8 +64,6 @@ def test_one_that_cannot_run_here_is_refused_with_the_reason(name):
 
 @pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
 def test_a_package_that_is_not_installed_is_named(package, monkeypatch):
-    import torch
-
     real = importlib.util.find_spec
     module = {"deepspeed": "deepnvme"}.get(package, package)
     monkeypatch.setattr(
@@ -79,10 +77,9 @@ def test_a_package_that_is_not_installed_is_named(package, monkeypatch):
     assert "pip install" in reason
 
 
+@needs_deepnvme
 @pytest.mark.parametrize("tool", ["c++", "libaio.h"])
 def test_what_deepspeed_compiles_with_is_named_if_missing(tool, monkeypatch):
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
     if tool == "c++":
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
@@ -96,17 +93,12 @@ def test_what_deepspeed_compiles_with_is_named_if_missing(tool, monkeypatch):
     assert "apt install g++ libaio-dev" in reason
 
 
+@needs_deepnvme
 @pytest.mark.parametrize("persists", [False, True])
-def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(disk, monkeypatch, persists):
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+@pytest.mark.parametrize("region", ["auto"], indirect=True)
+def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(region, monkeypatch, persists):
     from offload_strategy.io.backends.deepnvme import _Handle
 
-    region = Region(disk, "nvme", 1 * MiB)
-    if not region.direct:
-        region.close()
-        pytest.skip("the temporary directory does not take direct I/O")
-    region.allocate(1 * MiB)
     backend = create_backend("deepnvme", threads=1, block_size=BLOCK)
     memory, lost = HostMemory(BLOCK), []
     memory.data = data = b"d" * BLOCK
@@ -126,28 +118,29 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(disk, monke
     assert begin(backend, region.fd, memory, write=False).get() is None
     assert lost == [0]
     backend.close()
-    region.close()
 
 
+FIRST_WRITES = """
+import sys, pathlib
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.regions.region import Region
+from tests.io.conformance import BLOCK, HostMemory, begin
+sys.setswitchinterval(1e-6)
+region = Region(pathlib.Path(sys.argv[1]), "nvme", 64 * BLOCK)
+region.allocate(64 * BLOCK)
+backend = create_backend("deepnvme", threads=8, block_size=BLOCK)
+ends = [
+    begin(backend, region.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK) for at in range(64)
+]
+print([end.get() for end in ends] == [None] * 64)
+backend.close()
+region.close()
+"""
+
+
+@needs_deepnvme
 def test_deepspeeds_first_writes_may_come_from_many_threads(disk):
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
-    code = (
-        "import sys, pathlib\n"
-        "from offload_strategy.io.backends.protocol import create_backend\n"
-        "from offload_strategy.io.regions.region import Region\n"
-        "from tests.io.conformance import BLOCK, HostMemory, begin\n"
-        "sys.setswitchinterval(1e-6)\n"
-        "space = Region(pathlib.Path(sys.argv[1]), 'nvme', 64 * BLOCK)\n"
-        "space.allocate(64 * BLOCK)\n"
-        "backend = create_backend('deepnvme', threads=8, block_size=BLOCK)\n"
-        "ends = [begin(backend, space.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK)"
-        " for at in range(64)]\n"
-        "print([end.get() for end in ends] == [None] * 64)\n"
-        "backend.close()\n"
-        "space.close()\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(disk)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", FIRST_WRITES, str(disk)], capture_output=True, text=True, timeout=240
     )
     assert done.stdout.strip().endswith("True"), done.stderr
