@@ -4,14 +4,13 @@ The stand-in below has the interface of kvikio 25.10 (CuFile, defaults, cufile_d
 bytes of host memory, which CUDA, played here as well, takes for the device's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
 import os
 import sys
-import types
+from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,45 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
 
-class Future:
-    def __init__(self, done: int) -> None:
-        self._done = done
+class CuFile:
+    """A file as the library opens it."""
 
-    def get(self) -> int:
-        return self._done
+    def __init__(self, library: "Library", file: str, flags: str = "r") -> None:
+        self.library = library
+        self._fd = os.open(file, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags] | os.O_DIRECT)
+        library.open_files.append(self)
+
+    def _move(self, how: str, buf: Any, size: int, file_offset: int, task_size: int) -> Any:
+        library = self.library
+        if library.error is not None:
+            raise RuntimeError(library.error)
+        if size < library.settings["gds_threshold"]:
+            raise AssertionError("went through the page cache, where errors are lost")
+        interface = buf.__cuda_array_interface__
+        assert isinstance(interface, dict)
+        assert (interface["typestr"], interface["shape"]) == ("|u1", (size,))
+        address, read_only = interface["data"]
+        assert not read_only
+        memory = (ctypes.c_char * size).from_address(address)
+        library.moved.append((how, file_offset, size, task_size))
+        # As cuFile's own buffers do: whole pages move, past the page cache.
+        pages = mmap.mmap(-1, round_up(size, PAGE_BYTES))
+        if how == "write":
+            if size % PAGE_BYTES:
+                os.preadv(self._fd, [pages], file_offset)
+            pages[:size] = memory.raw
+            done = min(size, os.pwrite(self._fd, pages, file_offset))
+        else:
+            done = min(size, os.preadv(self._fd, [pages], file_offset))
+            memory[:done] = pages[:done]
+        return SimpleNamespace(get=lambda: done - library.short)
+
+    pread = partialmethod(_move, "read")
+    pwrite = partialmethod(_move, "write")
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self.library.open_files.remove(self)
 
 
 class Library:
@@ -41,62 +73,22 @@ class Library:
         self.settings: dict[str, Any] = {"num_threads": 1, "gds_threshold": 1 * MiB}
         self.compatibility_mode = False
         self.gds = True
-        self.open_files: list[Any] = []
+        self.open_files: list[CuFile] = []
         self.moved: list[tuple[str, int, int, int]] = []
         self.device: set[range] = set()
         self.short = 0
         self.error: str | None = None
-        library = self
-
-        class CuFile:
-            def __init__(self, file: str, flags: str = "r") -> None:
-                access = {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags]
-                self._fd = os.open(file, access | os.O_DIRECT)
-                library.open_files.append(self)
-
-            def pread(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
-                return self._move("read", buf, size, file_offset, task_size)
-
-            def pwrite(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
-                return self._move("write", buf, size, file_offset, task_size)
-
-            def _move(self, how: str, buf: Any, size: int, offset: int, task_size: int) -> Future:
-                if library.error is not None:
-                    raise RuntimeError(library.error)
-                if size < library.settings["gds_threshold"]:
-                    raise AssertionError("went through the page cache, where errors are lost")
-                interface = buf.__cuda_array_interface__
-                assert isinstance(interface, dict)
-                assert (interface["typestr"], interface["shape"]) == ("|u1", (size,))
-                address, read_only = interface["data"]
-                assert not read_only
-                memory = (ctypes.c_char * size).from_address(address)
-                library.moved.append((how, offset, size, task_size))
-                # As cuFile's own buffers do: whole pages move, past the page cache.
-                pages = mmap.mmap(-1, round_up(size, PAGE_BYTES))
-                if how == "write":
-                    if size % PAGE_BYTES:
-                        os.preadv(self._fd, [pages], offset)
-                    pages[:size] = memory.raw
-                    done = min(size, os.pwrite(self._fd, pages, offset))
-                else:
-                    done = min(size, os.preadv(self._fd, [pages], offset))
-                    memory[:done] = pages[:done]  # type: ignore[assignment]
-                return Future(done - library.short)
-
-            def close(self) -> None:
-                os.close(self._fd)
-                library.open_files.remove(self)
-
-        self.defaults = types.ModuleType("kvikio.defaults")
-        self.defaults.get = self.settings.__getitem__  # type: ignore[attr-defined]
-        self.defaults.set = self.settings.__setitem__  # type: ignore[attr-defined]
-        self.defaults.is_compat_mode_preferred = lambda: self.compatibility_mode  # type: ignore[attr-defined]
-        self.driver = types.ModuleType("kvikio.cufile_driver")
-        self.driver.get = lambda name: {"is_gds_available": self.gds}[name]  # type: ignore[attr-defined]
-        self.kvikio = types.ModuleType("kvikio")
-        self.kvikio.CuFile = CuFile  # type: ignore[attr-defined]
-        self.kvikio.defaults = self.defaults  # type: ignore[attr-defined]
+        self.driver = SimpleNamespace(get=lambda name: {"is_gds_available": self.gds}[name])
+        defaults = SimpleNamespace(
+            get=self.settings.__getitem__,
+            set=self.settings.__setitem__,
+            is_compat_mode_preferred=lambda: self.compatibility_mode,
+        )
+        self.modules = {
+            "kvikio": SimpleNamespace(CuFile=partial(CuFile, self), defaults=defaults),
+            "kvikio.defaults": defaults,
+            "kvikio.cufile_driver": self.driver,
+        }
 
     def cuPointerGetAttribute(self, kind: Any, attribute: Any, address: Any) -> int:
         assert attribute.value == 2
@@ -109,9 +101,8 @@ class Library:
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     made = Library()
-    monkeypatch.setitem(sys.modules, "kvikio", made.kvikio)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", made.defaults)
-    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", made.driver)
+    for name, module in made.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
     monkeypatch.setattr(backend_module, "_libcuda", lambda: made)
@@ -187,16 +178,9 @@ def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(libr
 
 
 @pytest.mark.parametrize(
-    ("without", "chosen"),
-    [
-        ("nothing", KvikioBackend),
-        ("a direct mode", PosixBackend),
-        ("GPUDirect Storage", PosixBackend),
-        ("a GPU", PosixBackend),
-        ("a driver", PosixBackend),
-    ],
+    "without", ["nothing", "a direct mode", "GPUDirect Storage", "a GPU", "a driver"]
 )
-def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without, chosen):
+def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without):
     def broken(name):
         raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
 
@@ -206,7 +190,7 @@ def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, 
     if without == "a driver":
         monkeypatch.setattr(library.driver, "get", broken)
     backend = create_backend("auto", threads=1, block_size=BLOCK)
-    assert type(backend) is chosen
+    assert type(backend) is (KvikioBackend if without == "nothing" else PosixBackend)
     backend.close()
 
 
