@@ -180,18 +180,6 @@ def test_a_path_is_identified_by_its_file_system(tmp_path):
     assert look(file) != look("/proc/version"), "another file system under the same path"
 
 
-def test_a_symbolic_link_is_not_followed(cache, tmp_path):
-    save_rates(IDENTITY, RATES)
-    file = cache / IDENTITY.file_name
-    moved = file.rename(tmp_path / "elsewhere.json")
-    file.symlink_to(moved)
-    assert load_rates(IDENTITY) == {}
-    before = moved.read_text()
-    save_rates(IDENTITY, {READ: RATES[READ]})
-    assert moved.read_text() == before
-    assert load_rates(IDENTITY) == {READ: RATES[READ]}
-
-
 def test_files_of_half_a_year_ago_are_removed(cache):
     save_rates(IDENTITY, RATES)
     for file in (cache / "stale.json", cache / "of-a-killed-process.partial"):
@@ -238,17 +226,20 @@ INVALID = {
     "an unknown source": with_rate(source="hearsay"),
     "large": changed(more="x" * 100_000),
     "binary": bytes(range(256)),
-    "a pipe": None,
 }
 
 
-@pytest.mark.parametrize("kind", INVALID)
-def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog):
+@pytest.mark.parametrize("kind", [*INVALID, "a pipe", "a symbolic link"])
+def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog, tmp_path):
     cache.mkdir(parents=True)
+    file, elsewhere = cache / IDENTITY.file_name, tmp_path / "elsewhere.json"
+    elsewhere.write_bytes(changed())
     if kind == "a pipe":  # must not be waited for
-        os.mkfifo(cache / IDENTITY.file_name)
+        os.mkfifo(file)
+    elif kind == "a symbolic link":
+        file.symlink_to(elsewhere)
     else:
-        (cache / IDENTITY.file_name).write_bytes(INVALID[kind])
+        file.write_bytes(INVALID[kind])
     with caplog.at_level(logging.WARNING):
         assert load_rates(IDENTITY) == {}
     assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
@@ -257,6 +248,7 @@ def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog):
     assert (other, RATES) in load_all_rates()  # not hidden by the invalid one
     assert save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
+    assert elsewhere.read_bytes() == changed()
 
 
 @pytest.mark.parametrize(

@@ -150,34 +150,6 @@ def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(joining, adjacent)
 
 
 # ---------------------------------------------------------------------- ends
-def test_a_cancelled_move_that_never_began_ends_at_once(queue, manual, recorder):
-    ended: list[Move] = []
-    submit(queue, 0)
-    move = submit(queue, 1, on_end=ended.append)
-    move.cancel()
-    assert ended == [move]
-    assert move.ended.is_set()
-    assert move.state is MoveState.CANCELLED
-    assert order(manual) == [0]
-    assert [record.nbytes for record in recorder.moves] == [PAGE_BYTES]
-    move.cancel()
-    assert ended == [move]
-
-
-def test_after_an_error_no_further_block_of_the_move_begins(queue, manual, recorder):
-    ended: list[Move] = []
-    move, other = submit(queue, 0, 5, on_end=ended.append), submit(queue, 10)
-    error = OSError("broken")
-    manual.complete()
-    manual.complete(error=error)
-    assert move.state is MoveState.FAILED
-    assert move.error is error
-    assert ended == [move]
-    assert order(manual) == [10]
-    assert other.state is MoveState.DONE
-    assert recorder.client_bytes["activations", "written"] == PAGE_BYTES
-
-
 def test_a_backend_that_refuses_blocks_fails_all_queued_moves(queue, manual):
     moves = [submit(queue, 0) for _ in range(3000)]
     manual.close()

@@ -10,6 +10,7 @@ import os
 
 import pytest
 
+from offload_strategy.errors import CorruptDataError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.regions.region import Region
@@ -25,30 +26,6 @@ def backend():
     made = PosixBackend(threads=2, block_size=BLOCK)
     yield made
     made.close()
-
-
-@pytest.mark.parametrize("misalignment", [0, 1], ids=["aligned", "unaligned"])
-def test_short_reads_and_writes_are_continued(backend, region, monkeypatch, misalignment):
-    calls = []
-
-    def short(name):
-        real = getattr(os, name)
-
-        def call(fd, views, offset):
-            calls.append(name)
-            return real(fd, [views[0][:PAGE_BYTES]], offset)
-
-        return call
-
-    monkeypatch.setattr(os, "pwritev", short("pwritev"))
-    monkeypatch.setattr(os, "preadv", short("preadv"))
-    nbytes = 5 * PAGE_BYTES + 100
-    written, read = HostMemory(nbytes, misalignment), HostMemory(nbytes, misalignment)
-    written.data = os.urandom(nbytes)
-    assert begin(backend, region.fd, written, write=True).get() is None
-    assert begin(backend, region.fd, read, write=False).get() is None
-    assert read.data == written.data
-    assert (calls.count("pwritev"), calls.count("preadv")) == (6, 6)
 
 
 @CALLS
@@ -78,20 +55,23 @@ def test_a_system_call_that_does_nothing_is_repeated_for_a_while(
 
 
 @CALLS
-@pytest.mark.parametrize("how", ["fails", "is short"])
-def test_a_request_for_adjacent_moves_that_fails_is_tried_again_one_by_one(
+@pytest.mark.parametrize("how", ["fails", "is short", "moves wrong bytes"])
+def test_an_error_of_one_of_several_adjacent_requests_is_its_own(
     backend, region, monkeypatch, call, how
 ):
-    """The error of one move is its own; the others complete."""
     real, calls = getattr(os, call), []
 
     def broken(fd, views, offset):
         calls.append(len(views))
         if how == "is short":
             return real(fd, views[:1], offset)
-        if offset <= 4 * PAGE_BYTES < offset + sum(map(len, views)):
+        if how == "fails" and offset <= 4 * PAGE_BYTES < offset + sum(map(len, views)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, views, offset)
+
+    def verify():
+        if how == "moves wrong bytes":
+            raise CorruptDataError("the checksum differs")
 
     monkeypatch.setattr(os, call, broken)
     outcomes = [Outcome(HostMemory(PAGE_BYTES)) for _ in range(3)]
@@ -100,11 +80,12 @@ def test_a_request_for_adjacent_moves_that_fails_is_tried_again_one_by_one(
         BlockRequest(call == "pwritev", region.fd, place, end.memory.address, PAGE_BYTES, end)
         for place, end in zip(places, outcomes, strict=True)
     ]
+    requests[1].after = verify
     backend.submit(requests)
-    errors = [end.get() for end in outcomes]
-    assert calls == [3, 1, 1, 1]
-    assert errors[0] is errors[2] is None
-    assert errors[1] is None if how == "is short" else errors[1].errno == errno.EIO
+    errors = [type(end.get()) for end in outcomes]
+    assert calls == ([3] if how == "moves wrong bytes" else [3, 1, 1, 1]), "one by one then"
+    error = {"fails": OSError, "is short": type(None), "moves wrong bytes": CorruptDataError}[how]
+    assert errors == [type(None), error, type(None)]
 
 
 def cached_pages(fd: int, nbytes: int) -> int:

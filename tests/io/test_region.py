@@ -9,7 +9,6 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -298,26 +297,16 @@ def test_small_extents_take_the_best_fit_and_large_ones_the_lowest_address(large
 
 
 # ---------------------------------------------------------------------- capacities of all tiers
-class Disks(NamedTuple):
-    """Two small file systems, and what each of them can give."""
-
-    first: Path
-    second: Path
-    usable: int
-
-
 @pytest.fixture
 def disks(tmp_path, monkeypatch):
+    """Two small file systems, and what each of them can give."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with (
-        loop_disk(tmp_path / "0", 128 * MiB) as first,
-        loop_disk(tmp_path / "1", 128 * MiB) as second,
-    ):
-        links = tmp_path / "nvme0", tmp_path / "nvme1"
+    links = tmp_path / "nvme0", tmp_path / "nvme1"
+    with loop_disk(tmp_path, 128 * MiB) as first, loop_disk(tmp_path, 128 * MiB) as second:
         for link, made in zip(links, (first, second), strict=True):
             link.symlink_to(made.directory)
-        yield Disks(*links, shutil.disk_usage(links[0]).free - 64 * MiB)
+        yield *links, shutil.disk_usage(links[0]).free - 64 * MiB
 
 
 def test_tiers_on_one_disk_fit_together_or_are_named_with_the_sums(disks, tmp_path):
@@ -348,26 +337,27 @@ def test_every_process_of_the_machine_takes_its_own_file(disks, monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
 
-    quarter, more = disks.usable // 4, disks.usable // 4 + 1 * MiB
+    first, second, usable = disks
+    quarter, more = usable // 4, usable // 4 + 1 * MiB
     processes(3, 4)
-    check_capacities([("a", disks.first, quarter)])
+    check_capacities([("a", first, quarter)])
     with pytest.raises(ConfigError) as refused:
-        check_capacities([("a", disks.first, more)])
+        check_capacities([("a", first, more)])
     message = str(refused.value)
     assert f"'a' {format_size(more)} × 4 processes" in message
     assert f"lower them to {format_size(quarter)} together for each of the 4 processes" in message
     assert "$LOCAL_RANK" in message
     # The digit of the mount point is the rank's as well; it is the rank's folder that counts.
     for rank in range(4):
-        (disks.first / f"rank{rank}").mkdir()
+        (first / f"rank{rank}").mkdir()
     with pytest.raises(ConfigError, match="× 4 processes"):
-        check_capacities([("a", disks.first / "rank3", disks.usable)])
+        check_capacities([("a", first / "rank3", usable)])
     # With a disk each, as /mnt/nvme$LOCAL_RANK reads for a process, they share nothing.
-    for rank, own in enumerate(disks[:2]):
+    for rank, own in enumerate((first, second)):
         processes(rank, 2)
-        check_capacities([("a", own, disks.usable)])
+        check_capacities([("a", own, usable)])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")  # what cannot be read is one process
-    check_capacities([("a", disks.first, disks.usable)])
+    check_capacities([("a", first, usable)])
 
 
 def test_two_tiers_cannot_be_one_device(tmp_path):

@@ -1,24 +1,15 @@
 """What a disk may do to a block, and which checksum notices it."""
 
-import os
-import threading
-from contextlib import ExitStack
 
 import pytest
 import torch
 
 from offload_strategy.errors import CorruptDataError
-from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.queues import checksums
 from offload_strategy.io.queues.checksums import create_checksum
-from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import PathTier
-from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
-from tests.io.backends import ManualBackend, plain_region
-from tests.store.rig import CLIENT, PAGE, noise
+from tests.io.backends import ManualBackend
+from tests.store.rig import PAGE, noise
 
 UNIT = 512 * KiB
 #: Of three digests, the last one of 70 pages and a part of one.
@@ -86,45 +77,3 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, 
         assert 1 <= len(in_one) <= 2
         lines.update(in_one)
     assert len(lines) >= 5
-
-
-def test_small_tickets_share_a_request_and_are_verified_one_by_one(tmp_path, monkeypatch):
-    shared: set[bool] = set()
-    all_wait = threading.Event()
-    move, move_adjacent = PosixBackend.move, PosixBackend.move_adjacent
-
-    def move_late(self, request):
-        all_wait.wait(60)
-        move(self, request)
-
-    def note(self, requests):
-        shared.add(requests[0].write)
-        return move_adjacent(self, requests)
-
-    monkeypatch.setattr(PosixBackend, "move", move_late)
-    monkeypatch.setattr(PosixBackend, "move_adjacent", note)
-    backend, pool, recorder = PosixBackend(threads=1, block_size=MiB), BufferPool(MiB), Recorder()
-    region = plain_region(tmp_path, MiB)
-    queue = PathQueue(region, backend, recorder, checksum=create_checksum("auto", backend))
-    store, tier = TensorStore(pool, recorder, MiB), PathTier("nvme", [queue])
-    with ExitStack() as close:
-        for part in (pool, region, backend, store):
-            close.callback(part.close)
-        memory = store.borrow(CLIENT, 32 * PAGE)
-        memory.copy_(noise(32 * PAGE))
-        pages = memory.split(PAGE)
-        tickets = store.put_all(pages, CLIENT, [tier], [None] * 32, (True, False))
-        all_wait.set()
-        store.wait_for_writes()
-        all_wait.clear()
-        (stripe,) = tickets[5].entry.stripes
-        os.pwrite(region.fd, b"other", stripe.extent.offset + 77)
-        for ticket in tickets:
-            store.evict(ticket)
-        for ticket in tickets:
-            store.prefetch(ticket)
-        all_wait.set()
-        with pytest.raises(CorruptDataError):
-            store.get(tickets.pop(5))
-        assert all(map(torch.equal, map(store.get, tickets), pages[:5] + pages[6:]))
-    assert shared == {True, False}, "writes and reads were joined"

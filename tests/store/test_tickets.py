@@ -74,6 +74,7 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
     ticket, other = rig.put(payload), rig.put(noise(PAGE, seed=1))
     rig.backend.complete()
     rig.backend.complete(error=BROKEN)
+    assert [request.nbytes for request in rig.backend.waiting] == [PAGE], "of the other alone"
     assert ticket.state is IN_MEMORY
     assert torch.equal(rig.store.get(ticket), payload)
     with pytest.raises(StorageError) as told:
@@ -85,6 +86,7 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
     with pytest.raises(StorageError, match="could not write"):
         rig.store.wait_for_writes()
     assert other.state is STORED
+    assert rig.count("written") == PAGE
     # Its place on the disk is free again, the bytes are still there to be saved.
     assert rig.region.used_bytes == PAGE
     rig.store.evict(ticket)
