@@ -1,7 +1,5 @@
 """Regions, and a queue whose backend completes requests when the test says so."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -38,10 +36,5 @@ def manual():
 
 
 @pytest.fixture
-def recorder():
-    return Recorder()
-
-
-@pytest.fixture
-def queue(plain, manual, recorder):
-    return PathQueue(plain, manual, recorder)
+def queue(plain, manual):
+    return PathQueue(plain, manual, Recorder())

@@ -91,17 +91,6 @@ class AdjacentBackend(ManualBackend):
         super().submit(requests)
 
 
-@pytest.fixture
-def adjacent():
-    return AdjacentBackend()
-
-
-@pytest.fixture
-def joining(plain, adjacent):
-    """A queue whose backend takes adjacent requests."""
-    return PathQueue(plain, adjacent, Recorder())
-
-
 PREFETCH = {"priority": Priority.PREFETCH}
 NEEDED = {"priority": Priority.NEEDED_NOW}
 READ = {"write": False}
@@ -124,27 +113,31 @@ TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, Any]]], list[list[int
 
 
 @pytest.mark.parametrize(("moves", "expected"), TOGETHER.values(), ids=TOGETHER)
-def test_adjacent_moves_go_together_and_others_alone(joining, adjacent, moves, expected):
+def test_adjacent_moves_go_together_and_others_alone(plain, moves, expected):
+    backend = AdjacentBackend()
+    queue = PathQueue(plain, backend, Recorder())
     for write in (True, False):  # these are under way while the others are queued
-        submit(joining, 255, 1, Priority.PREFETCH, write=write)
-    submitted = [submit(joining, page, pages, **options) for page, pages, options in moves]
-    adjacent.complete_all()
+        submit(queue, 255, 1, Priority.PREFETCH, write=write)
+    submitted = [submit(queue, page, pages, **options) for page, pages, options in moves]
+    backend.complete_all()
     assert {move.state for move in submitted} == {MoveState.DONE}
-    assert adjacent.together[2:] == expected
+    assert backend.together[2:] == expected
 
 
-def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(joining, adjacent):
-    submit(joining, 100)
-    moves = [submit(joining, page) for page in (3, 4, 5, 6, 9)]
-    adjacent.complete()
-    assert adjacent.together[1:] == [[3, 4, 5, 6]]
+def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(plain):
+    backend = AdjacentBackend()
+    queue = PathQueue(plain, backend, Recorder())
+    submit(queue, 100)
+    moves = [submit(queue, page) for page in (3, 4, 5, 6, 9)]
+    backend.complete()
+    assert backend.together[1:] == [[3, 4, 5, 6]]
     moves[2].cancel()
-    adjacent.complete()
-    adjacent.complete(OSError("bad"))
+    backend.complete()
+    backend.complete(OSError("bad"))
     assert moves[3].state is MoveState.RUNNING
-    assert len(adjacent.together) == 2, "the slot is taken until all are over"
-    adjacent.complete_all()
-    assert adjacent.together[2:] == [[9]]
+    assert len(backend.together) == 2, "the slot is taken until all are over"
+    backend.complete_all()
+    assert backend.together[2:] == [[9]]
     states = [MoveState.DONE, MoveState.FAILED, MoveState.CANCELLED, MoveState.DONE, MoveState.DONE]
     assert [move.state for move in moves] == states
 

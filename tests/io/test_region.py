@@ -99,34 +99,29 @@ def test_what_other_programs_used_meanwhile_is_not_allocated(region, monkeypatch
     assert os.fstat(region.fd).st_size <= 3 * MiB
 
 
-def fail_to_preallocate(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+SPARSE = [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None]
 
 
-def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier_and_others_are_errors(
-    region, monkeypatch
-):
-    fail_to_preallocate(monkeypatch, errno.ENOSPC)
-    assert region.allocate(1 * MiB) is None
-    fail_to_preallocate(monkeypatch, errno.EIO)
-    with pytest.raises(StorageError, match=r"tier 'nvme'.*64 MiB.*Input/output error"):
-        region.allocate(1 * MiB)
+@pytest.mark.parametrize("answer", [*SPARSE, errno.ENOSPC, errno.EIO])
+def test_a_system_may_not_preallocate_be_full_or_fail(region, monkeypatch, answer):
+    def refuse(*_):
+        raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    if answer is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    if answer in SPARSE:
+        assert region.allocate(1 * MiB) is not None
+        assert os.fstat(region.fd).st_size == 64 * MiB
+        return
+    if answer == errno.ENOSPC:
+        assert region.allocate(1 * MiB) is None
+    else:
+        with pytest.raises(StorageError, match=r"tier 'nvme'.*64 MiB.*Input/output error"):
+            region.allocate(1 * MiB)
     assert region.used_bytes == 0
     monkeypatch.undo()
     assert region.allocate(64 * MiB) is not None
-
-
-@pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None])
-def test_where_nothing_can_be_preallocated_the_file_is_sparse(region, monkeypatch, answer):
-    if answer is None:
-        monkeypatch.delattr(os, "posix_fallocate")
-    else:
-        fail_to_preallocate(monkeypatch, answer)
-    assert region.allocate(1 * MiB) is not None
-    assert os.fstat(region.fd).st_size == 64 * MiB
 
 
 @pytest.mark.parametrize("direct", ["auto", False])

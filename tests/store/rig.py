@@ -120,17 +120,6 @@ class Rig:
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes[CLIENT, verb]
 
-    def hurried(self) -> threading.Event:
-        """An event that is set when somebody waits for a load."""
-        hurried, raise_priority = threading.Event(), self.queue.raise_priority
-
-        def note(*args: Any) -> None:
-            raise_priority(*args)
-            hurried.set()
-
-        self.queue.raise_priority = note  # type: ignore[method-assign]
-        return hurried
-
     def close(self) -> None:
         self.store.close()
         for backend in self.backends:

@@ -1,5 +1,6 @@
-"""Encryption of what is on the paths: unreadable afterwards, and nothing else is accepted."""
+"""What a disk may do to a block, and how checksums and encryption notice it."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,14 +10,89 @@ import torch
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError, CorruptDataError
+from offload_strategy.io.queues import checksums
+from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
-from offload_strategy.units import PAGE_BYTES, KiB, MiB
+from offload_strategy.units import KiB, MiB
 from tests.engine.test_resources import train
+from tests.io.backends import ManualBackend
 from tests.io.loop_devices import loop_device
-from tests.store.rig import noise
+from tests.store.rig import PAGE, noise
 from tests.training import assert_same_history, settings
 
-pytest.importorskip("cryptography", reason="the extra 'encryption' is not installed")
+UNIT = 512 * KiB
+#: Of three digests, the last one of 70 pages and a part of one.
+NBYTES = 2 * UNIT + 70 * PAGE + 100
+
+
+def damaged(now: bytes, old: bytes) -> dict[str, bytes]:
+    """What may be on the disk instead of `now`, where `old` was before."""
+
+    def partly_old(begin: int, end: int) -> bytes:
+        return now[:begin] + old[begin:end] + now[end:]
+
+    pages = (0, 64, UNIT // PAGE - 1, UNIT // PAGE, NBYTES // PAGE - 1, NBYTES // PAGE)
+    flipped = bytearray(now)
+    flipped[1000::PAGE] = bytes(byte ^ 1 for byte in flipped[1000::PAGE])
+    return {
+        **{f"page {page} was lost": partly_old(page * PAGE, (page + 1) * PAGE) for page in pages},
+        "a write was torn": partly_old(NBYTES // 2 // PAGE * PAGE, NBYTES),
+        "a write was lost": old,
+        "two writes changed places": now[UNIT : 2 * UNIT] + now[:UNIT] + now[2 * UNIT :],
+        "a bit of every page was flipped": bytes(flipped),
+    }
+
+
+@pytest.mark.parametrize("checksum", ["full", "sampled", "off"])
+def test_bytes_that_were_not_written_there_are_noticed(make_rig, monkeypatch, checksum):
+    monkeypatch.setattr(checksums, "DIGESTED_BYTES", UNIT)
+    rig, payload = make_rig(checksum=checksum, block_size=2 * MiB), noise(NBYTES, 1)
+    before, ticket = rig.stored(noise(NBYTES, 0)), rig.stored(payload)
+    rig.at_once()
+    now = rig.bytes_on_disk(ticket)
+    for damage, image in damaged(now, rig.bytes_on_disk(before)).items():
+        rig.overwrite(ticket, image)
+        if checksum == "off":
+            assert not torch.equal(rig.store.get(ticket), payload), damage
+        else:
+            with pytest.raises(CorruptDataError, match=r"'nvme'.*not what was written there"):
+                pytest.fail(f"{damage}: read {rig.store.get(ticket).nbytes} bytes")
+        rig.store.evict(ticket)
+    rig.overwrite(ticket, now)
+    assert torch.equal(rig.store.get(ticket), payload)
+
+
+@pytest.mark.parametrize(
+    ("lead", "nbytes"), [(0, 130 * PAGE), (4032, 129 * PAGE + 70), (64, 70000)]
+)
+def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, nbytes):
+    checksum, memory = create_checksum("sampled", ManualBackend()), noise(131 * PAGE)
+    assert checksum is not None
+    lines = set()
+    for seed in range(5):
+
+        def is_noticed(begin, end, seed=seed):
+            part = memory[max(begin, lead) : min(end, lead + nbytes)]
+            block = (memory.data_ptr() + lead, nbytes, seed)
+            expected = checksum.digest(*block)
+            part.bitwise_not_()
+            noticed = checksum.digest(*block) != expected
+            part.bitwise_not_()
+            return noticed
+
+        pages = range(0, lead + nbytes, PAGE)
+        assert [page for page in pages if not is_noticed(page, page + PAGE)] == []
+        in_one = [at for at in range(2 * PAGE, 3 * PAGE, 64) if is_noticed(at, at + 64)]
+        assert 1 <= len(in_one) <= 2
+        lines.update(in_one)
+    assert len(lines) >= 5
+
+
+# ---------------------------------------------------------------------- encryption
+needs_cryptography = pytest.mark.skipif(
+    importlib.util.find_spec("cryptography") is None,
+    reason="the extra 'encryption' is not installed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +100,7 @@ def plain():
     return train(None)
 
 
+@needs_cryptography
 @pytest.mark.parametrize(
     ("overlap", "streamed"), [("commit", True), ("eager", True), ("off", True), ("commit", False)]
 )
@@ -82,6 +159,7 @@ for device, encryption in zip(sys.argv[1:], (False, True)):
 """
 
 
+@needs_cryptography
 def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path):
     images = [tmp_path / "clear", tmp_path / "encrypted"]
     with loop_device(images[0], 32 * MiB) as clear, loop_device(images[1], 32 * MiB) as encrypted:
@@ -101,13 +179,14 @@ def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path):
     assert done.stdout.split() == ["1", "0"], "a state dict is not on a disk in clear either"
 
 
+@needs_cryptography
 def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(make_rig):
     rig = make_rig(encryption=True)
-    first, second = rig.stored(noise(PAGE_BYTES, 1)), rig.stored(noise(PAGE_BYTES, 2))
+    first, second = rig.stored(noise(PAGE, 1)), rig.stored(noise(PAGE, 2))
     lost, misplaced = rig.bytes_on_disk(first), rig.bytes_on_disk(second)
     place = first.entry.stripes[0].extent.offset
     rig.store.free(first)
-    again = rig.stored(noise(PAGE_BYTES, 1))  # the same bytes in the same place
+    again = rig.stored(noise(PAGE, 1))  # the same bytes in the same place
     assert again.entry.stripes[0].extent.offset == place
     written, key = rig.bytes_on_disk(again), rig.check._aead
     assert len({lost, misplaced, written}) == 3, "no two writes look alike"
@@ -120,7 +199,7 @@ def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(mak
         with pytest.raises(CorruptDataError, match=r"tier 'nvme' at .*tag of the encryption"):
             rig.store.get(again)
     rig.check._aead = key
-    assert torch.equal(rig.store.get(again), noise(PAGE_BYTES, 1))
+    assert torch.equal(rig.store.get(again), noise(PAGE, 1))
 
 
 def test_without_its_package_the_error_says_what_to_install(disk, monkeypatch):
