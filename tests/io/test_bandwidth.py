@@ -26,7 +26,7 @@ from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.io.backends import ManualBackend, make_move
+from tests.io.backends import ManualBackend, submit
 
 READ, WRITE = Direction.READ, Direction.WRITE
 BLOCK = 4 * MiB
@@ -125,7 +125,7 @@ def test_only_a_queue_with_more_than_the_path_takes_counts_for_the_sums(plain):
         backend = ManualBackend(depth=2)
         queue = PathQueue(plain, backend, Recorder())
         for _ in range(8 // pages):
-            make_move(queue, 0, pages * PAGE_BYTES).submit()
+            submit(queue, 0, pages)
             backend.complete_all()
         assert queue.bandwidth.sustained(READ) == Transferred()
         seen.append(queue.bandwidth.sustained(WRITE))

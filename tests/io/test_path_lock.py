@@ -14,13 +14,12 @@ import pytest
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.queues import path_lock as path_lock_module
-from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, make_move
+from tests.io.backends import ManualBackend, submit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
@@ -171,6 +170,7 @@ class FakePathLock:
 
 
 ONCE = ["acquired", "released"]
+READ = Priority.PREFETCH
 
 
 @pytest.fixture
@@ -192,13 +192,6 @@ def queue(plain, manual, granted):
     assert granted.log[-1:] != ["acquired"], "the lock is still held"
 
 
-def move(queue: PathQueue, page: int, pages: int = 1, *, write: bool = False) -> Move:
-    priority = Priority.WRITE_BACK if write else Priority.PREFETCH
-    made = make_move(queue, page, pages * PAGE_BYTES, write=write, priority=priority)
-    made.submit()
-    return made
-
-
 def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
     """Grant the lock, wait until that many requests are in flight, and complete them."""
     lock.grants.release()
@@ -208,17 +201,17 @@ def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
 
 def test_a_process_that_is_alone_takes_no_lock(queue, manual, granted):
     granted.other_processes = 0
-    done = move(queue, 0, 3)
+    done = submit(queue, 0, 3, READ)
     manual.complete_all()
     assert done.state is MoveState.DONE
     assert granted.log == []
 
 
 def test_reads_wait_for_the_lock_and_writes_do_not(queue, manual, granted):
-    reading = move(queue, 0, 3)
+    reading = submit(queue, 0, 3, READ)
     assert granted.requests.acquire(timeout=20)
     assert not manual.waiting
-    writing = move(queue, 5, 3, write=True)
+    writing = submit(queue, 5, 3)
     assert len(manual.waiting) == 2, "as many as the backend takes: no read is in flight"
     manual.complete_all()
     assert writing.state is MoveState.DONE
@@ -235,7 +228,7 @@ def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
     queue, manual, granted, monkeypatch, alone
 ):
     monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
-    first, second = move(queue, 0, 4), move(queue, 10)
+    first, second = submit(queue, 0, 4, READ), submit(queue, 10, 1, READ)
     granted.grants.release()
     until(lambda: len(manual.waiting) == 2)
     granted.other_processes = 0 if alone else 1
@@ -252,7 +245,7 @@ def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
 
 
 def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(queue, manual, granted):
-    waiting = move(queue, 0)
+    waiting = submit(queue, 0, 1, READ)
     assert granted.requests.acquire(timeout=20)
     waiting.cancel()
     assert waiting.ended.is_set()
@@ -275,7 +268,7 @@ def test_a_read_begins_without_a_lock_that_does_not_work_or_that_no_thread_can_w
         raise error
 
     monkeypatch.setattr(owner, call, refuse)
-    done = move(queue, 0)
+    done = submit(queue, 0, 1, READ)
     until(lambda: bool(manual.waiting))
     manual.complete_all()
     assert done.state is MoveState.DONE

@@ -8,26 +8,12 @@ from typing import Any
 import pytest
 
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.queues.moves import Latch, Move
+from offload_strategy.io.queues.moves import Latch
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES, round_up
-from tests.io.backends import ManualBackend, make_move
-
-
-def submit(
-    queue: PathQueue,
-    page: int,
-    pages: float = 1,
-    priority: Priority = Priority.WRITE_BACK,
-    **options: Any,
-) -> Move:
-    """Submit a move, which is a write if it is a write-back and the options do not say more."""
-    options.setdefault("write", priority is Priority.WRITE_BACK)
-    move = make_move(queue, page, int(pages * PAGE_BYTES), priority=priority, **options)
-    move.submit()
-    return move
+from tests.io.backends import ManualBackend, make_move, submit
 
 
 def order(backend: ManualBackend) -> list[int]:

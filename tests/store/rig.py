@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -26,20 +25,6 @@ from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.backends import ManualBackend, plain_region
 
 CLIENT = "activations"
-
-
-class ObedientBackend(ManualBackend):
-    """Completes requests at once when `at_once` is set, with `error` if there is one."""
-
-    def __init__(self, depth: int = 1, block_size: int = 1 * MiB) -> None:
-        super().__init__(depth, block_size)
-        self.at_once = False
-        self.error: BaseException | None = None
-
-    def submit(self, requests: Sequence[BlockRequest]) -> None:
-        super().submit(requests)
-        if self.at_once:
-            self.complete(self.error, at=len(self.waiting) - 1)
 
 
 @dataclass
@@ -62,11 +47,11 @@ class Rig:
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
         self.regions: list[Region] = []
-        self.backends: list[ObedientBackend] = []
+        self.backends: list[ManualBackend] = []
         self.queues: list[PathQueue] = []
         for _ in range(self.paths):
             self.regions.append(plain_region(self.directory, self.disk_bytes))
-            self.backends.append(ObedientBackend(block_size=self.block_size))
+            self.backends.append(ManualBackend(block_size=self.block_size))
             self.check = cipher or create_checksum(self.checksum, self.backends[-1])
             self.queues.append(
                 PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=self.check)
