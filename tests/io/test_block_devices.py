@@ -62,12 +62,17 @@ def move(region: Region, offset: int, data: bytes, *, write: bool = False) -> by
 
 
 @pytest.mark.parametrize("label", [b"", b"label"], ids=["empty", "overwritten"])
-def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(device, file, label):
+@pytest.mark.parametrize("direct", ["auto", False])
+def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(
+    device, file, tmp_path, label, direct
+):
     put(device, 1000, label)
-    region = Region(device, "raw", overwrite=bool(label))
+    link = tmp_path / "by-id"
+    link.symlink_to(device)
+    region = Region(link, "raw", direct=direct, overwrite=bool(label))
     assert region.capacity == SIZE - 1 * MiB
     assert region.path == device
-    assert region.direct
+    assert region.direct == bool(direct)
     extent = region.allocate(SIZE - 1 * MiB)
     assert extent.offset == 1 * MiB
     assert region.allocate(1) is None
@@ -107,15 +112,6 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device):
         os._exit(0)
     os.waitpid(child, 0)
     assert move(region, extent.offset, written) == written
-    region.close()
-
-
-def test_a_link_to_a_device_is_followed_to_it(device, tmp_path):
-    link = tmp_path / "by-id"
-    link.symlink_to(device)
-    region = Region(link, "raw", direct=False)
-    assert region.path == device
-    assert not region.direct
     region.close()
 
 

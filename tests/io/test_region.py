@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -23,18 +24,14 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
 from tests.io.loop_devices import loop_device, loop_disk
 
-UNNAMED = [
-    pytest.param(True, id="unnamed", marks=pytest.mark.skipif(
-        not hasattr(os, "O_TMPFILE"), reason="this system has no unnamed files")),
-    pytest.param(False, id="unlinked"),
-]  # fmt: skip
 
-
-@pytest.fixture(params=UNNAMED)
+@pytest.fixture(params=["unnamed", "unlinked"])
 def region(request, disk, monkeypatch):
     """A region in a file that was created unnamed, and one in a file that was unlinked."""
-    if not request.param:
+    if request.param == "unlinked":
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no unnamed files")
     before = os.umask(0)  # files are private all the same
     made = Region(disk, "nvme", capacity=64 * MiB)
     os.umask(before)
@@ -87,12 +84,8 @@ def test_a_capacity_is_what_the_disk_has_less_a_reserve_and_no_more(disk, monkey
 def test_what_other_programs_used_meanwhile_is_not_allocated(region, monkeypatch):
     real = os.fstatvfs(region.fd)
     left = region_module.RESERVE_BYTES + 3 * MiB
-
-    class Full:
-        f_frsize = real.f_frsize
-        f_bavail = left // real.f_frsize
-
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: Full)
+    full = SimpleNamespace(f_frsize=real.f_frsize, f_bavail=left // real.f_frsize)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: full)
     assert region.allocate(4 * MiB) is None
     assert region.used_bytes == 0
     assert region.allocate(2 * MiB) is not None

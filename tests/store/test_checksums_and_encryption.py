@@ -124,6 +124,7 @@ TRAINING = f"""
 import os, signal, sys, torch
 from offload_strategy import OffloadEngine
 from tests.conftest import deleted_files
+from tests.training import settings
 
 class Squares(torch.nn.Module):
     def __init__(self):
@@ -136,12 +137,8 @@ model = Squares()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
 
 def train(device, encryption):
-    engine = OffloadEngine({{
-        "tiers": [{{"name": "nvme", "kind": "ssd", "path": device, "capacity": "16MiB"}}],
-        "activations": {{"min_size": 1, "budget": "100%"}},
-        "optimizer": {{"enabled": True}}, "parameters": {{"enabled": True, "min_size": 1}},
-        "io": {{"encryption": encryption}},
-    }})
+    streamed = {{"enabled": True, "min_size": 1}}
+    engine = OffloadEngine(settings(device, parameters=streamed, io={{"encryption": encryption}}))
     attached = engine.attach(model, optimizer)
     loss = model(torch.full((1 << 16,), 1.0, requires_grad=True))
     engine._resources.store.wait_for_writes()
@@ -162,7 +159,7 @@ for device, encryption in zip(sys.argv[1:], (False, True)):
 @needs_cryptography
 def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path):
     images = [tmp_path / "clear", tmp_path / "encrypted"]
-    with loop_device(images[0], 32 * MiB) as clear, loop_device(images[1], 32 * MiB) as encrypted:
+    with loop_device(images[0], 80 * MiB) as clear, loop_device(images[1], 80 * MiB) as encrypted:
         done = subprocess.run(
             [sys.executable, "-c", TRAINING, str(clear), str(encrypted)],
             capture_output=True,

@@ -1,5 +1,6 @@
-"""Several paths as one tier, room made in a host tier, ranges of foreign files."""
+"""Paths as one tier, room in a host tier, whole pages, writes under way, and foreign files."""
 
+import ctypes
 import os
 
 import pytest
@@ -19,6 +20,8 @@ from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, PathTier, Qu
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import GiB, KiB, MiB
 from tests.store.rig import CLIENT, PAGE, noise
+
+IN_MEMORY, STORED, WRITING = TicketState.IN_MEMORY, TicketState.STORED, TicketState.WRITING
 
 # ---------------------------------------------------------------------- several paths
 #: Parts of striped tickets are multiples of this here.
@@ -86,21 +89,6 @@ def test_one_capacity_over_several_paths(pair):
     assert quota.used_bytes == 0
 
 
-def test_a_ticket_on_two_paths_needs_both(pair):
-    payload, broken = noise(24 * UNIT), OSError(5, "Input/output error")
-    stored, ticket = pair.stored(payload), pair.put(payload)
-    pair.backends[1].complete(error=broken)
-    pair.at_once()
-    assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
-    with pytest.raises(StorageError, match=r"'nvme'.*could not write 1.5 MiB of activations"):
-        pair.put(noise(16))
-    pair.backends[1].error = broken
-    with pytest.raises(StorageError, match=r"'nvme'.*could not read 1.5 MiB of activations"):
-        pair.store.get(stored)
-    pair.store.free(stored)
-    assert pair.disk.used_bytes == 0
-
-
 rates = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=6)
 
 
@@ -132,11 +120,11 @@ def test_what_is_needed_last_makes_room(make_rig):
     rig = make_rig(host_bytes=3 * PAGE)
     late, soon, later = (rig.put(noise(PAGE, use), next_use=use) for use in (8, 2, 9))
     unknown = rig.put(noise(PAGE, 5))  # no time given: nobody leaves for it
-    assert unknown.state is TicketState.WRITING
+    assert unknown.state is WRITING
     newest = rig.put(noise(PAGE, 1), next_use=1)
-    assert newest.state is TicketState.IN_MEMORY
-    assert later.state is TicketState.WRITING
-    assert (late.state, soon.state) == (TicketState.IN_MEMORY,) * 2
+    assert newest.state is IN_MEMORY
+    assert later.state is WRITING
+    assert (late.state, soon.state) == (IN_MEMORY,) * 2
     assert rig.host.used_bytes == 3 * PAGE
     rig.at_once()
     for ticket, seed in ((late, 8), (soon, 2), (later, 9), (unknown, 5), (newest, 1)):
@@ -147,8 +135,8 @@ def test_nobody_leaves_when_that_would_not_make_room(make_rig):
     rig = make_rig(host_bytes=3 * PAGE)
     first, second = rig.put(noise(PAGE), next_use=9), rig.put(noise(2 * PAGE), next_use=1)
     third = rig.put(noise(3 * PAGE), next_use=2)
-    assert third.state is TicketState.WRITING
-    assert (first.state, second.state) == (TicketState.IN_MEMORY,) * 2
+    assert third.state is WRITING
+    assert (first.state, second.state) == (IN_MEMORY,) * 2
     rig.complete()
 
 
@@ -158,10 +146,10 @@ def test_a_full_disk_keeps_all_in_the_host_tier(make_rig):
     on_disk = rig.store.put(noise(PAGE, 2), CLIENT, [rig.disk])
     with pytest.raises(TierFullError):
         rig.put(noise(PAGE, 3), next_use=1)
-    assert first.state is TicketState.IN_MEMORY
+    assert first.state is IN_MEMORY
     assert rig.host.used_bytes == PAGE
     rig.complete()
-    assert on_disk.state is TicketState.STORED
+    assert on_disk.state is STORED
 
 
 def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig):
@@ -174,8 +162,122 @@ def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig):
     assert torch.equal(got, noise(1 * MiB, 5))
     assert rig.pool.usage().peak_bytes == 4 * MiB
     # The latest to be loaded is the last to be needed.
-    assert [ticket.state for ticket in tickets[:3]] == [TicketState.IN_MEMORY] * 3
-    assert tickets[3].state is TicketState.STORED
+    assert [ticket.state for ticket in tickets[:3]] == [IN_MEMORY] * 3
+    assert tickets[3].state is STORED
+
+
+def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig):
+    rig = make_rig(host_bytes=64 * KiB, disk_bytes=64 * KiB)
+    kept = [rig.put(noise(PAGE, number), next_use=number) for number in range(3)]
+    for step in range(2000):
+        rig.store.free(rig.put(noise(8), next_use=-step))
+    assert len(rig.host._residents) < 600
+    # And it still knows whom to send away: what is needed last.
+    rig.at_once()
+    large = rig.put(noise(60 * KiB), next_use=-1.0)
+    rig.store.wait_for_writes()
+    assert [ticket.state for ticket in kept].count(STORED) == 2
+    assert kept[0].state is large.state is IN_MEMORY
+
+
+# ---------------------------------------------------------------------- whole pages
+def _into_a_page(nbytes: int, shift: int) -> torch.Tensor:
+    """Random bytes that begin so far into a page, in memory that reaches further either way."""
+    whole = noise(nbytes + 3 * PAGE)
+    start = -whole.data_ptr() % PAGE + shift
+    return whole[start : start + nbytes]
+
+
+def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
+    return ctypes.string_at(tensor.data_ptr() - count, count)
+
+
+@pytest.mark.parametrize(
+    ("shift", "nbytes", "along", "options"),
+    [
+        pytest.param(64, 64 * KiB, 64, {"checksum": "sampled"}, id="begin of a page"),
+        pytest.param(PAGE - 64, 100 * KiB + 8, PAGE - 64, {"checksum": "full"}, id="end of a page"),
+        pytest.param(0, 64 * KiB, 0, {}, id="whole pages"),
+        pytest.param(8, 128 * KiB, 0, {"checksum": "sampled"}, id="not where tensors begin"),
+        pytest.param(64, 8 * KiB, 0, {}, id="small"),
+        pytest.param(64, 20_000_000, 64, {"paths": 2}, id="striped"),
+    ],
+)
+def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
+    make_rig, shift, nbytes, along, options
+):
+    rig, payload = make_rig(**options), _into_a_page(nbytes, shift)
+    ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
+    rig.at_once()
+    assert ticket.state is STORED
+    assert ticket.entry.begin == along
+    assert len(ticket.entry.stripes) == rig.paths
+    loaded = rig.store.get(ticket)
+    assert torch.equal(loaded, payload)
+    assert loaded.data_ptr() % 64 == 0
+    assert _bytes_before(loaded, along) == _bytes_before(payload, along)
+    assert ticket.entry.load_times is not None
+    if along:  # what is not the ticket's is not verified
+        rig.store.evict(ticket)
+        rig.overwrite(ticket, bytes(along) + rig.bytes_on_disk(ticket)[along:])
+        assert torch.equal(rig.store.get(ticket), payload)
+
+
+def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig):
+    rig = make_rig(host_bytes=150 * KiB)
+    payloads = [_into_a_page(100 * KiB, 64 * number) for number in (1, 2, 3)]
+    tickets = [
+        rig.store.put_all([payload], CLIENT, rig.tiers, [-number], (True, False))[0]
+        for number, payload in enumerate(payloads)
+    ]
+    rig.at_once()
+    assert [t.state for t in tickets] == [STORED] * 2 + [IN_MEMORY]
+    assert [ticket.entry.begin for ticket in tickets] == [64, 128, 0]
+    assert all(map(torch.equal, map(rig.store.get, tickets), payloads))
+
+
+# ---------------------------------------------------------------------- writes under way
+def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig):
+    rig, payload = make_rig(block_size=PAGE), noise(3 * PAGE)
+    ticket = rig.put(payload)
+    rig.store.cancel_write(ticket)
+    assert rig.store.writing_bytes == 3 * PAGE  # one block is under way
+    rig.complete()
+    assert ticket.state is IN_MEMORY
+    assert rig.store.writing_bytes == 0
+    assert torch.equal(rig.store.get(ticket), payload)
+    assert rig.count("written") == 0
+    stored = rig.stored(noise(PAGE))
+    for other in (ticket, stored):  # nothing to stop
+        rig.store.cancel_write(other)
+    assert stored.state is STORED
+
+
+def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
+    rig = make_rig(block_size=PAGE)
+    tickets = [rig.put(noise(PAGE)) for _ in range(2)]
+    rig.store.await_writes(CLIENT, PAGE, 0.02)
+    assert rig.store.writing_bytes == 2 * PAGE
+    rig.complete()
+    rig.store.await_writes(CLIENT, 0, 60.0)
+    assert rig.store.writing_bytes == 0
+    assert {ticket.state for ticket in tickets} == {STORED}
+
+
+def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):
+    rig = make_rig(block_size=PAGE)
+    rig.backend.depth = 4
+
+    def put(calm):
+        return rig.store.put(noise(2 * PAGE), CLIENT, rig.tiers, one_block_at_a_time=calm)
+
+    tickets = [put(True)]
+    assert len(rig.backend.waiting) == 1
+    tickets += [put(True) for _ in range(9)]
+    assert len(rig.backend.waiting) == 4
+    rig.complete()
+    tickets.append(put(False))
+    assert len(rig.backend.waiting) == 2
 
 
 # ---------------------------------------------------------------------- foreign files
