@@ -157,25 +157,21 @@ class Conformance:
         dice = random.Random(7)
         blocks = [self.memory(dice.randint(1, BLOCK), dice.choice([0, 0, 5])) for _ in range(48)]
         contents = [dice.randbytes(block.nbytes) for block in blocks]
-        order = list(range(len(blocks)))
+        request, order = partial(begin, backend, region.fd), dice.sample(range(48), 48)
         for block, data in zip(blocks, contents, strict=True):
             block.data = data
-        dice.shuffle(order)
-        ends = [
-            begin(backend, region.fd, blocks[at], write=True, offset=at * BLOCK) for at in order
-        ]
-        assert [end.get() for end in ends] == [None] * len(order)
+        ends = [request(blocks[at], write=True, offset=at * BLOCK) for at in order]
+        assert [end.get() for end in ends] == [None] * len(ends)
         for block in blocks:
             block.data = bytes(block.nbytes)
         dice.shuffle(order)
         # Reads and writes side by side, of different places.
         extra, ends = self.memory(BLOCK), []
         for turn, at in enumerate(order):
-            read = partial(begin, backend, region.fd, blocks[at], write=False, offset=at * BLOCK)
-            ends.append(read(after=lambda: None))
+            read = request(blocks[at], write=False, offset=at * BLOCK, after=lambda: None)
+            ends.append(read)
             if turn % 6 == 0:
-                place = (len(blocks) + turn // 6) * BLOCK
-                ends.append(begin(backend, region.fd, extra, write=True, offset=place))
+                ends.append(request(extra, write=True, offset=(48 + turn // 6) * BLOCK))
         assert [end.get() for end in ends] == [None] * len(ends)
         assert [block.data for block in blocks] == contents
 

@@ -62,10 +62,9 @@ def test_one_that_cannot_run_here_is_refused_with_the_reason(name):
     assert str(AVAILABLE[name]) in str(refused.value)
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
-def test_a_package_that_is_not_installed_is_named(package, monkeypatch):
+@pytest.mark.parametrize(("package", "module"), [("deepspeed", "deepnvme"), ("kvikio", "kvikio")])
+def test_a_package_that_is_not_installed_is_named(package, module, monkeypatch):
     real = importlib.util.find_spec
-    module = {"deepspeed": "deepnvme"}.get(package, package)
     monkeypatch.setattr(
         f"offload_strategy.io.backends.{module}.find_spec",
         lambda name: None if name == package else real(name),

@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,9 +39,7 @@ def estimator():
     return BandwidthEstimator()
 
 
-def run(
-    estimator: BandwidthEstimator, way: Direction, rate: float, seconds: float, begin: float = 0.0
-) -> float:
+def run(estimator, way, rate, seconds, begin=0.0):
     """Requests at a steady rate, one at a time; returns when the last completed."""
     now = begin
     while now < begin + seconds:
@@ -169,15 +168,12 @@ def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(ca
 
 
 def test_a_path_is_identified_by_its_file_system(tmp_path):
-    def look(place):
-        with open(place) as opened:
-            return PathIdentity.of(tmp_path, opened.fileno(), processes=1, backend=ManualBackend())
-
-    file = tmp_path / "file"
-    file.touch()
-    assert look(file) == look(file)
-    assert look(file).path == str(tmp_path)
-    assert look(file) != look("/proc/version"), "another file system under the same path"
+    identify = partial(PathIdentity.of, tmp_path, processes=1, backend=ManualBackend())
+    with open(tmp_path / "file", "w") as here, open("/proc/version") as elsewhere:
+        found = identify(here.fileno())
+        assert found == identify(here.fileno())
+        assert found.path == str(tmp_path)
+        assert found != identify(elsewhere.fileno()), "another file system under the same path"
 
 
 def test_files_of_half_a_year_ago_are_removed(cache):

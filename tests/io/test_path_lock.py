@@ -199,14 +199,6 @@ def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
     backend.complete_all()
 
 
-def test_a_process_that_is_alone_takes_no_lock(queue, manual, granted):
-    granted.other_processes = 0
-    done = submit(queue, 0, 3, READ)
-    manual.complete_all()
-    assert done.state is MoveState.DONE
-    assert granted.log == []
-
-
 def test_reads_wait_for_the_lock_and_writes_do_not(queue, manual, granted):
     reading = submit(queue, 0, 3, READ)
     assert granted.requests.acquire(timeout=20)

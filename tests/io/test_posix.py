@@ -1,7 +1,4 @@
-"""The posix backend where system calls misbehave, and what it leaves in the page cache.
-
-`test_backends.py` has what every backend must do.
-"""
+"""The posix backend: system calls that misbehave, what stays in the page cache, and its threads."""
 
 import ctypes
 import errno
@@ -182,20 +179,19 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
     assert our_threads() == set()
 
 
-def test_where_no_thread_can_start_a_running_one_is_enough_and_else_the_job_never_runs():
-    pool, ran = ThreadPool("ssd-offload-test", 2), []
-
+def test_where_no_thread_can_start_a_running_one_is_enough_and_else_the_job_never_runs(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
-            pool.submit(lambda: ran.append("refused"))
+    pool, ran = ThreadPool("ssd-offload-test", 2), []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        pool.submit(lambda: ran.append("refused"))
+    monkeypatch.undo()
     gate = occupy(pool)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        pool.submit(lambda: ran.append("accepted"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.submit(lambda: ran.append("accepted"))
+    monkeypatch.undo()
     gate.set()
     pool.close()
     assert ran == ["accepted"]

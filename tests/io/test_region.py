@@ -135,24 +135,19 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
     disk, monkeypatch, caplog, how
 ):
     real_open, direct = os.open, os.O_DIRECT
-    invalid = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def open_(path, flags, *args, **options):
-        if flags & direct:
-            raise invalid
-        return real_open(path, flags, *args, **options)
+        return refuse() if flags & direct else real_open(path, flags, *args, **options)
 
-    def pwrite(fd, data, offset):
-        if how == "by a short write":
-            return 512
-        raise invalid
-
-    if how == "at open":
-        monkeypatch.setattr(os, "open", open_)
-    elif how == "no such flag":
+    if how == "no such flag":
         monkeypatch.delattr(os, "O_DIRECT")
+    elif how == "at open":
+        monkeypatch.setattr(os, "open", open_)
     else:
-        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "pwrite", refuse if how == "at the first write" else lambda *_: 512)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     assert not region.direct

@@ -73,14 +73,9 @@ class Rig:
         return ticket
 
     def complete(self) -> None:
-        while self.waiting:
+        while any(backend.waiting for backend in self.backends):
             for backend in self.backends:
                 backend.complete_all()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the disks have something to do."""
-        return any(backend.waiting for backend in self.backends)
 
     def at_once(self) -> None:
         """From now on the disk answers before it is asked twice."""

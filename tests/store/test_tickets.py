@@ -183,15 +183,14 @@ def test_taking_cancels_a_write_that_waits_and_waits_for_one_that_is_under_way(r
 @pytest.fixture
 def reported(monkeypatch):
     """An event that is set when a wait is reported, which is soon here."""
-    event, module = threading.Event(), "offload_strategy.store.error_messages"
-    monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.02)
-    warning = error_messages.logger.warning
+    event, warning = threading.Event(), error_messages.logger.warning
 
     def report(*args):
         warning(*args)
         event.set()
 
-    monkeypatch.setattr(f"{module}.logger.warning", report)
+    monkeypatch.setattr(error_messages, "PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(error_messages.logger, "warning", report)
     return event
 
 
