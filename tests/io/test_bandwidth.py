@@ -101,21 +101,16 @@ def test_a_burst_whose_completions_arrive_together_counts_from_its_begin(estimat
 
 
 def test_the_sums_of_a_run_have_the_time_in_which_each_direction_was_full(estimator):
-    for block in range(101):  # both at once: a path that does both has the sum
-        estimator.add_sustained(WRITE, 100, float(block), full=True, continues=True)
-        estimator.add_sustained(READ, 200, block + 0.5, full=True, continues=True)
-    assert estimator.sustained(WRITE) == Transferred(10000, 100.0)
-    assert estimator.sustained(READ) == Transferred(20000, 100.0)
-
-
-def test_pauses_and_single_blocks_do_not_count_for_the_sums(estimator):
     for block in range(10):  # one now and then
         estimator.add_sustained(READ, 100, float(block), full=False, continues=False)
     estimator.add_sustained(READ, 100, 20.0, full=True, continues=False)  # the end of a burst
     estimator.add_sustained(READ, 100, 30.0, full=True, continues=True)
     assert estimator.sustained(READ) == Transferred(0, 0.0)
-    estimator.add_sustained(READ, 100, 31.0, full=True, continues=True)
-    assert estimator.sustained(READ) == Transferred(100, 1.0)
+    for block in range(101):  # both at once: a path that does both has the sum
+        estimator.add_sustained(WRITE, 100, 30.5 + block, full=True, continues=True)
+        estimator.add_sustained(READ, 200, 31.0 + block, full=True, continues=True)
+    assert estimator.sustained(WRITE) == Transferred(10000, 100.0)
+    assert estimator.sustained(READ) == Transferred(20200, 101.0)
 
 
 def test_only_a_queue_with_more_than_the_path_takes_counts_for_the_sums(plain):

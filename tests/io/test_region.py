@@ -249,30 +249,26 @@ def place_for(taken: str, pages: int, large: bool) -> int | None:
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6 * PAGE_BYTES)), max_size=50),
 )
 def test_small_extents_take_the_best_fit_and_large_ones_the_lowest_address(large_pages, steps):
-    allocator, taken, extents = ExtentAllocator(PAGES * PAGE_BYTES + 17), "." * PAGES, []
-
-    def mark(extent, letter):
-        begin, pages = extent.offset // PAGE_BYTES, extent.nbytes // PAGE_BYTES
-        return taken[:begin] + pages * letter + taken[begin + pages :]
-
+    allocator, extents = ExtentAllocator(PAGES * PAGE_BYTES + 17), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extents_module, "LARGE_BYTES", large_pages * PAGE_BYTES)
         for allocates, number in steps:
             if allocates:
+                taken = ["."] * PAGES
+                for offset, nbytes in extents:
+                    begin, end = offset // PAGE_BYTES, (offset + nbytes) // PAGE_BYTES
+                    taken[begin:end] = "x" * (end - begin)
                 pages = max(1, -(-number // PAGE_BYTES))
-                expected = place_for(taken, pages, pages >= large_pages)
+                place = place_for("".join(taken), pages, pages >= large_pages)
                 extent = allocator.allocate(number)
-                if expected is None:
+                if place is None:
                     assert extent is None
-                    continue
-                assert extent == (expected * PAGE_BYTES, pages * PAGE_BYTES)
-                extents.append(extent)
-                taken = mark(extent, "x")
+                else:
+                    assert extent == (place * PAGE_BYTES, pages * PAGE_BYTES)
+                    extents.append(extent)
             elif extents:
-                extent = extents.pop(number % len(extents))
-                allocator.free(extent)
-                taken = mark(extent, ".")
-            assert allocator.used_bytes == taken.count("x") * PAGE_BYTES
+                allocator.free(extents.pop(number % len(extents)))
+            assert allocator.used_bytes == sum(extent.nbytes for extent in extents)
     for extent in extents:
         allocator.free(extent)
         with pytest.raises(AssertionError, match="freed twice"):

@@ -102,7 +102,7 @@ def plain():
 
 @needs_cryptography
 @pytest.mark.parametrize(
-    ("overlap", "streamed"), [("commit", True), ("eager", True), ("off", True), ("commit", False)]
+    ("overlap", "streamed"), [("commit", True), ("eager", True), ("off", True), ("off", False)]
 )
 def test_training_with_encrypted_tiers_changes_no_bit(disk, plain, overlap, streamed):
     config = settings(disk, io={"encryption": True}, optimizer={"overlap": overlap})
@@ -112,9 +112,8 @@ def test_training_with_encrypted_tiers_changes_no_bit(disk, plain, overlap, stre
         assert_same_history(train(engine), plain)
         metrics = engine.metrics()
     for client in ["activations", "optimizer", *(["parameters"] if streamed else [])]:
-        read = metrics[f"offload/{client}/read_bytes"]
-        forwarded = metrics[f"offload/{client}/forwarded_bytes"]
-        assert read + forwarded > 0, client  # a write under way when backward comes is cancelled
+        moved = [metrics[f"offload/{client}/{verb}_bytes"] for verb in ("read", "forwarded")]
+        assert sum(moved) > 0, client  # a write under way when backward comes is cancelled
 
 
 #: What no disk has by chance: 16 bytes of a float32 tensor in which every element is the same.

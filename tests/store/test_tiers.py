@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -9,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_strategy.errors import StorageError, TierFullError
-from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import tiers
-from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, PathTier, Quota, deal
-from offload_strategy.telemetry import Recorder
 from offload_strategy.units import GiB, KiB, MiB
-from tests.store.rig import CLIENT, PAGE, noise
+from tests.store.rig import CLIENT, PAGE, meanwhile, noise
 
 IN_MEMORY, STORED, WRITING = TicketState.IN_MEMORY, TicketState.STORED, TicketState.WRITING
 
@@ -87,6 +85,25 @@ def test_one_capacity_over_several_paths(pair):
     assert quota.used_bytes == 30 * UNIT
     tier.release_extents(first)
     assert quota.used_bytes == 0
+
+
+def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
+    def refuse(nbytes):
+        raise StorageError("the file cannot grow")
+
+    payload = noise(24 * UNIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.regions[1], "allocate", refuse)
+        with pytest.raises(StorageError, match="cannot grow"):
+            pair.put(payload)
+    assert pair.disk.used_bytes == pair.store.live_tickets == 0
+    ticket = pair.put(payload)
+    pair.backends[1].complete(error=OSError(5, "Input/output error"))
+    pair.complete()
+    assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
+    with pytest.raises(StorageError, match=r"'nvme'.*could not write 1.5 MiB of activations"):
+        pair.put(noise(16))
+    assert pair.disk.used_bytes == 0
 
 
 rates = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=6)
@@ -258,7 +275,10 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     tickets = [rig.put(noise(PAGE)) for _ in range(2)]
     rig.store.await_writes(CLIENT, PAGE, 0.02)
     assert rig.store.writing_bytes == 2 * PAGE
+    waiting = meanwhile(rig.store.wait_for_writes)
+    assert not wait([waiting], 0.1).done
     rig.complete()
+    waiting.result(30)
     rig.store.await_writes(CLIENT, 0, 60.0)
     assert rig.store.writing_bytes == 0
     assert {ticket.state for ticket in tickets} == {STORED}
@@ -289,26 +309,23 @@ def shard(tmp_path):
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def library(request, shard):
-    recorder, pool = Recorder(), BufferPool(16 * MiB)
-    store = TensorStore(pool, recorder, write_behind=16 * MiB)
+def foreign(request, rig, shard):
+    """A queue that reads from the shard."""
     backend = create_backend("posix", threads=2, block_size=256 * KiB)
-    foreign = ExternalFile(shard, "shards", direct=request.param == "direct")
-    yield store, PathQueue(foreign, backend, recorder)
-    store.close()
+    file = ExternalFile(shard, "shards", direct=request.param == "direct")
+    yield PathQueue(file, backend, rig.recorder)
     backend.close()
-    foreign.close()
-    pool.close()
+    file.close()
 
 
 @pytest.mark.parametrize(
     ("begin", "nbytes"),
     [(0, 3 * MiB + 77), (0, 1), (8, 100), (4096, 4096), (4095, 2), (3 * MiB + 70, 7), (10, 0)],
 )
-def test_a_range_of_a_foreign_file_is_a_ticket_and_never_written(library, shard, begin, nbytes):
-    store, queue = library
+def test_a_range_of_a_foreign_file_is_read_and_never_written(rig, foreign, shard, begin, nbytes):
+    store = rig.store
     expected = noise(3 * MiB + 77)[begin : begin + nbytes]
-    ticket = store.adopt(queue, begin, nbytes, "parameters")
+    ticket = store.adopt(foreign, begin, nbytes, "parameters")
     got = store.get(ticket)
     assert torch.equal(got, expected)
     assert nbytes == 0 or got.data_ptr() % 64 == 0 or begin % 64 == 0
@@ -321,11 +338,11 @@ def test_a_range_of_a_foreign_file_is_a_ticket_and_never_written(library, shard,
     assert store.live_tickets == 0
 
 
-def test_a_foreign_file_that_is_too_short_or_was_cut_meanwhile_is_an_error(library, shard):
-    store, queue = library
+def test_a_foreign_file_that_is_too_short_or_was_cut_meanwhile_is_an_error(rig, foreign, shard):
+    store = rig.store
     with pytest.raises(StorageError, match="It may be truncated"):
-        store.adopt(queue, 3 * MiB, 78, "parameters")
-    ticket = store.adopt(queue, 0, 3 * MiB, "parameters")
+        store.adopt(foreign, 3 * MiB, 78, "parameters")
+    ticket = store.adopt(foreign, 0, 3 * MiB, "parameters")
     os.truncate(shard, 1 * MiB)
     with pytest.raises(StorageError, match=r"'shards'.*could not read 3 MiB of parameters"):
         store.get(ticket)
