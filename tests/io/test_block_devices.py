@@ -128,9 +128,7 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device):
         ((300_000, b"notes"), "data of an unknown kind"),
     ],
 )
-def test_a_device_with_anything_on_it_is_refused_unless_the_config_says_so(
-    device, caplog, content, name
-):
+def test_a_device_that_is_not_empty_is_refused_without_overwrite(device, caplog, content, name):
     if isinstance(content, str):
         program, *options = content.split()
         need(program)

@@ -100,7 +100,7 @@ def acquire_in_background(lock: PathLock) -> threading.Event:
     return acquired
 
 
-def test_others_are_seen_and_one_of_all_holds_the_lock_until_it_releases_it_or_is_killed(
+def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_dies(
     lock, disk, tmp_path
 ):
     (tmp_path / "elsewhere").mkdir()  # a process of another path does not count

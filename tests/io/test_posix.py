@@ -34,7 +34,7 @@ def backend():
 
 @CALLS
 @pytest.mark.parametrize("how", ["moves nothing", "is busy a few times", "is busy forever"])
-def test_a_system_call_that_does_nothing_is_repeated_for_a_while(
+def test_a_busy_system_call_is_repeated_for_a_while_and_one_that_moves_nothing_fails(
     backend, region, monkeypatch, call, how
 ):
     real, refusals = getattr(os, call), [errno.EAGAIN] * 5
@@ -167,7 +167,7 @@ def test_threads_end_when_there_is_no_work(pool, monkeypatch):
 
 
 def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
-    ran: list[int] = []
+    ran = []
     for number in range(3):
         pool.submit(lambda number=number: ran.append(number))
         pool.end_threads()
@@ -239,9 +239,7 @@ def test_threads_that_are_ended_at_random_lose_no_job():
 
 # ---------------------------------------------------------------------- jobs on the calling thread
 def test_a_caller_that_waits_may_run_a_queued_job_itself(pool):
-    ran: list[threading.Thread] = []
-    died: list[BaseException] = []
-    gate = occupy(pool)
+    gate, ran, died = occupy(pool), [], []
     assert not pool.run_queued("path"), "a running job is not queued"
     pool.submit(lambda: ran.append(threading.current_thread()))
     pool.submit(sys.exit, died.append)

@@ -83,9 +83,7 @@ class WatchedBackend(Backend):
 # ---------------------------------------------------------------------------- rates
 @pytest.mark.parametrize("direct", ["auto", False], ids=["direct", "buffered"])
 @pytest.mark.parametrize(("read", "write"), [(3000, 1000), (2000, 100), (50, 50), (2, 1)])
-def test_the_rate_of_each_direction_is_measured_in_the_given_time(
-    disk, monkeypatch, read, write, direct
-):
+def test_the_rate_of_each_direction_is_measured_in_time(disk, monkeypatch, read, write, direct):
     backend = SimulatedBackend(read * MBps, write * MBps, monkeypatch)
     watched, shares = WatchedBackend(backend), []
     with closing(Region(disk, "nvme", 1024 * MiB, direct=direct)) as region:

@@ -194,9 +194,7 @@ def reported(monkeypatch):
     return event
 
 
-def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
-    make_rig, reported, caplog
-):
+def test_a_put_waits_and_says_where_when_too_much_waits_to_be_written(make_rig, reported, caplog):
     rig = make_rig(write_behind=8 * KiB)
     rig.put(noise(100 * KiB))  # one is always let through
     second = meanwhile(rig.put, noise(4 * KiB))

@@ -80,7 +80,6 @@ def test_one_capacity_over_several_paths(pair):
     other = PathTier("pfs", pair.queues[1:], {pair.queues[0]: quota})
     assert other.capacity == pair.regions[1].capacity, "the quota of a path that is not its own"
     first = tier.claim_extents(30 * UNIT)
-    assert first is not None
     assert tier.claim_extents(20 * UNIT) is None
     assert quota.used_bytes == 30 * UNIT
     tier.release_extents(first)
@@ -220,7 +219,7 @@ def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
         pytest.param(64, 20_000_000, 64, {"paths": 2}, id="striped"),
     ],
 )
-def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
+def test_a_tensor_leaves_with_what_is_before_it_in_its_page(
     make_rig, shift, nbytes, along, options
 ):
     rig, payload = make_rig(**options), _into_a_page(nbytes, shift)
