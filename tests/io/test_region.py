@@ -229,31 +229,32 @@ def test_a_directory_that_others_control_is_refused(disk, tmp_path, mode, owner,
 
 
 # ---------------------------------------------------------------------- extents
-PAGES = 24
+SIZES = st.integers(0, 4 * PAGE_BYTES)
 
 
 def place_for(taken: str, pages: int, large: bool) -> int | None:
     """Where so many pages go in a region whose pages are taken (x) or free (.)."""
     free = [found.span() for found in re.finditer(r"\.+", taken)]
     fitting = [(begin, end) for begin, end in free if end - begin >= pages]
-    holes = [(end - begin, begin) for begin, end in fitting if end < PAGES]
+    holes = [(end - begin, begin) for begin, end in fitting if end < len(taken)]
     if not holes:  # what is behind the last page that is taken comes last
         return fitting[0][0] if fitting else None
     return min(begin for _, begin in holes) if large else min(holes)[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
-    large_pages=st.sampled_from([3, PAGES + 1]),
-    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6 * PAGE_BYTES)), max_size=50),
+    total=st.sampled_from([16, 40]),
+    large_pages=st.sampled_from([2, 100]),
+    steps=st.lists(st.tuples(st.booleans(), SIZES), min_size=60, max_size=80),
 )
-def test_small_extents_take_the_best_fit_and_large_ones_the_lowest_address(large_pages, steps):
-    allocator, extents = ExtentAllocator(PAGES * PAGE_BYTES + 17), []
+def test_small_extents_take_the_best_fit_and_large_ones_the_lowest_place(total, large_pages, steps):
+    allocator, extents = ExtentAllocator(total * PAGE_BYTES + 17), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extents_module, "LARGE_BYTES", large_pages * PAGE_BYTES)
         for allocates, number in steps:
             if allocates:
-                taken = ["."] * PAGES
+                taken = ["."] * total
                 for offset, nbytes in extents:
                     begin, end = offset // PAGE_BYTES, (offset + nbytes) // PAGE_BYTES
                     taken[begin:end] = "x" * (end - begin)
