@@ -101,7 +101,7 @@ def plain():
 
 @needs_cryptography
 @pytest.mark.parametrize(
-    ("overlap", "streamed"), [("commit", True), ("eager", True), ("off", True), ("off", False)]
+    ("overlap", "streamed"), [("commit", True), ("eager", True), ("commit", False), ("off", False)]
 )
 def test_training_with_encrypted_tiers_changes_no_bit(disk, plain, overlap, streamed):
     config = settings(disk, io={"encryption": True}, optimizer={"overlap": overlap})
