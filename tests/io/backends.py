@@ -19,22 +19,29 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import Extent, Region
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 
 class ManualBackend(Backend):
-    """Holds every request until it is told to complete it; really moves the bytes then."""
+    """Holds every request until it is told to complete it; really moves the bytes then.
+
+    When `at_once` is set it completes requests at once, with `error` if there is one.
+    """
 
     def __init__(self, depth: int = 1, block_size: int = PAGE_BYTES) -> None:
         self.depth = depth
         self.block_size = block_size
         self.waiting: deque[BlockRequest] = deque()
         self.closed = False
+        self.at_once = False
+        self.error: BaseException | None = None
 
     def submit(self, requests: Sequence[BlockRequest]) -> None:
         if self.closed:
             raise RuntimeError("the backend is closed")
         self.waiting.extend(requests)
+        if self.at_once:
+            self.complete(self.error, at=len(self.waiting) - 1)
 
     def close(self) -> None:
         self.closed = True
@@ -72,33 +79,37 @@ def plain_region(directory: Path, capacity: int) -> Region:
     return Region(directory, "nvme", capacity, direct=False)
 
 
-def extent(page: int, pages: int = 1) -> Extent:
-    """Where some pages lie."""
-    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
-
-
 def make_move(
     queue: PathQueue,
-    extent: Extent,
-    nbytes: int,
-    *,
-    write: bool = True,
+    page: int,
+    pages: float = 1,
     priority: Priority = Priority.WRITE_BACK,
+    misalignment: int = 0,
     **options: Any,
 ) -> Move:
-    """A move over memory of its own."""
-    memory = (ctypes.c_char * max(1, nbytes))()
+    """A move of memory that begins with a page if not misaligned; a write if it is a write-back."""
+    nbytes = int(pages * PAGE_BYTES)
+    room = round_up(nbytes, PAGE_BYTES)
+    memory = (ctypes.c_char * (room + 2 * PAGE_BYTES))()
     options.setdefault("on_end", lambda move: None)
+    write = options.pop("write", priority is Priority.WRITE_BACK)
     return Move(
         client="activations",
         direction=Direction.WRITE if write else Direction.READ,
-        stripes=[Stripe(queue, extent, 0, nbytes)],
-        address=ctypes.addressof(memory),
+        stripes=[Stripe(queue, Extent(page * PAGE_BYTES, room), 0, nbytes)],
+        address=round_up(ctypes.addressof(memory), PAGE_BYTES) + misalignment,
         nbytes=nbytes,
         priority=priority,
         keep_alive=memory,
         **options,
     )
+
+
+def submit(*args: Any, **options: Any) -> Move:
+    """Make a move as `make_move` does, and submit it."""
+    move = make_move(*args, **options)
+    move.submit()
+    return move
 
 
 class SimulatedBackend(Backend):

@@ -1,10 +1,5 @@
 """Regions, and a queue whose backend completes requests when the test says so."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -15,7 +10,7 @@ from tests.io.backends import ManualBackend, plain_region
 
 
 @pytest.fixture
-def plain(disk: Path) -> Iterator[Region]:
+def plain(disk):
     """A region of 256 pages, all of them allocated, for `ManualBackend`."""
     made = plain_region(disk, 256 * PAGE_BYTES)
     made.allocate(256 * PAGE_BYTES)
@@ -24,7 +19,7 @@ def plain(disk: Path) -> Iterator[Region]:
 
 
 @pytest.fixture(params=["auto", False], ids=["direct", "buffered"])
-def region(request: pytest.FixtureRequest, disk: Path) -> Iterator[Region]:
+def region(request, disk):
     """A region of 16 MiB, all of them allocated, with direct I/O and without."""
     made = Region(disk, "nvme", 16 * MiB, direct=request.param)
     if request.param and not made.direct:
@@ -36,15 +31,10 @@ def region(request: pytest.FixtureRequest, disk: Path) -> Iterator[Region]:
 
 
 @pytest.fixture
-def manual() -> ManualBackend:
+def manual():
     return ManualBackend()
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def queue(plain: Region, manual: ManualBackend, recorder: Recorder) -> PathQueue:
-    return PathQueue(plain, manual, recorder)
+def queue(plain, manual):
+    return PathQueue(plain, manual, Recorder())

@@ -39,15 +39,10 @@ def loop_device(file: Path, nbytes: int = 0, *, read_only: bool = False) -> Iter
     """A block device over a file, which is made if `nbytes` is given."""
     need("losetup")
     if nbytes:
-        with open(file, "wb") as made:
-            made.truncate(nbytes)
-    options = ["--read-only"] if read_only else []
-    done = subprocess.run(
-        ["losetup", "--find", "--show", *options, str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        file.touch()
+        os.truncate(file, nbytes)
+    command = ["losetup", "--find", "--show", *(["--read-only"] if read_only else []), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         pytest.skip(f"this system has no free loop device: {done.stderr.strip()}")
     device = Path(done.stdout.strip())

@@ -1,20 +1,15 @@
 """Every backend that can run here does what every backend must do."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
-from offload_strategy.io.regions.region import Region
-from offload_strategy.units import MiB
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
 AVAILABLE = available_backends()
@@ -26,12 +21,15 @@ if AVAILABLE["deepnvme"] is None and os.environ.get(DEEPNVME_VARIABLE) != "1":
     TRIED["deepnvme"] = (
         f"to compile DeepSpeed's operators takes minutes; set {DEEPNVME_VARIABLE}=1 to try them"
     )
+needs_deepnvme = pytest.mark.skipif(
+    TRIED["deepnvme"] is not None, reason=f"deepnvme: {TRIED['deepnvme']}"
+)
 # The first test of all waits until DeepSpeed's operators are compiled.
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _deepspeed_is_compiled() -> None:
+def _deepspeed_is_compiled():
     """At its first use it takes minutes, and leaves a descriptor open."""
     if TRIED["deepnvme"] is None:
         create_backend("deepnvme", threads=1, block_size=BLOCK).close()
@@ -42,14 +40,14 @@ class TestBackends(Conformance):
         return type(backend).__name__ != "DeepNvmeBackend"
 
     @pytest.fixture(params=AVAILABLE)
-    def name(self, request: pytest.FixtureRequest) -> str:
+    def name(self, request):
         reason = TRIED[request.param]
         if reason is not None:
             pytest.skip(f"{request.param}: {reason}")
         return str(request.param)
 
 
-def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none() -> None:
+def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none():
     assert AVAILABLE["posix"] is None
     create_backend("auto", threads=1, block_size=BLOCK).close()
     with pytest.raises(ConfigError, match=r"'tape'.*posix"):
@@ -57,64 +55,47 @@ def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, reason in AVAILABLE.items() if reason])
-def test_one_that_cannot_run_here_is_refused_with_the_reason(name: str) -> None:
+def test_one_that_cannot_run_here_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError) as refused:
         create_backend(name, threads=1, block_size=BLOCK)
     assert name in str(refused.value)
     assert str(AVAILABLE[name]) in str(refused.value)
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
-def test_a_package_that_is_not_installed_is_named(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
+@pytest.mark.parametrize(("package", "module"), [("deepspeed", "deepnvme"), ("kvikio", "kvikio")])
+def test_a_package_that_is_not_installed_is_named(package, module, monkeypatch):
     real = importlib.util.find_spec
-    module = {"deepspeed": "deepnvme"}.get(package, package)
     monkeypatch.setattr(
         f"offload_strategy.io.backends.{module}.find_spec",
         lambda name: None if name == package else real(name),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reason = available_backends()[module]
-    assert reason is not None
     assert f"the package {package} is not installed" in reason
     assert "pip install" in reason
 
 
+@needs_deepnvme
 @pytest.mark.parametrize("tool", ["c++", "libaio.h"])
-def test_what_deepspeed_compiles_with_is_named_if_missing(
-    tool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+def test_what_deepspeed_compiles_with_is_named_if_missing(tool, monkeypatch):
     if tool == "c++":
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
 
-        def fail(command: list[str], **options: Any) -> None:
+        def fail(command, **options):
             raise subprocess.CalledProcessError(1, command)
 
         monkeypatch.setattr(subprocess, "run", fail)
     reason = available_backends()["deepnvme"]
-    assert reason is not None
     assert "apt install g++ libaio-dev" in reason
 
 
+@needs_deepnvme
 @pytest.mark.parametrize("persists", [False, True])
-def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, persists: bool
-) -> None:
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+@pytest.mark.parametrize("region", ["auto"], indirect=True)
+def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(region, monkeypatch, persists):
     from offload_strategy.io.backends.deepnvme import _Handle
 
-    region = Region(disk, "nvme", 1 * MiB)
-    if not region.direct:
-        region.close()
-        pytest.skip("the temporary directory does not take direct I/O")
-    region.allocate(1 * MiB)
     backend = create_backend("deepnvme", threads=1, block_size=BLOCK)
     memory, lost = HostMemory(BLOCK), []
     memory.data = data = b"d" * BLOCK
@@ -122,7 +103,7 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
     memory.data = bytes(BLOCK)
     monkeypatch.setattr(_Handle, "move", lambda self, fd, view, offset, write: lost.append(offset))
 
-    def check() -> None:
+    def check():
         if persists or memory.data != data:
             raise CorruptDataError("the checksum differs")
 
@@ -134,28 +115,29 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
     assert begin(backend, region.fd, memory, write=False).get() is None
     assert lost == [0]
     backend.close()
-    region.close()
 
 
-def test_deepspeeds_first_writes_may_come_from_many_threads(disk: Path) -> None:
-    if TRIED["deepnvme"] is not None:
-        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
-    code = (
-        "import sys, pathlib\n"
-        "from offload_strategy.io.backends.protocol import create_backend\n"
-        "from offload_strategy.io.regions.region import Region\n"
-        "from tests.io.conformance import BLOCK, HostMemory, begin\n"
-        "sys.setswitchinterval(1e-6)\n"
-        "space = Region(pathlib.Path(sys.argv[1]), 'nvme', 64 * BLOCK)\n"
-        "space.allocate(64 * BLOCK)\n"
-        "backend = create_backend('deepnvme', threads=8, block_size=BLOCK)\n"
-        "ends = [begin(backend, space.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK)"
-        " for at in range(64)]\n"
-        "print([end.get() for end in ends] == [None] * 64)\n"
-        "backend.close()\n"
-        "space.close()\n"
-    )
+FIRST_WRITES = """
+import sys, pathlib
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.regions.region import Region
+from tests.io.conformance import BLOCK, HostMemory, begin
+sys.setswitchinterval(1e-6)
+region = Region(pathlib.Path(sys.argv[1]), "nvme", 64 * BLOCK)
+region.allocate(64 * BLOCK)
+backend = create_backend("deepnvme", threads=8, block_size=BLOCK)
+ends = [
+    begin(backend, region.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK) for at in range(64)
+]
+print([end.get() for end in ends] == [None] * 64)
+backend.close()
+region.close()
+"""
+
+
+@needs_deepnvme
+def test_deepspeeds_first_writes_may_come_from_many_threads(disk):
     done = subprocess.run(
-        [sys.executable, "-c", code, str(disk)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", FIRST_WRITES, str(disk)], capture_output=True, text=True, timeout=240
     )
     assert done.stdout.strip().endswith("True"), done.stderr

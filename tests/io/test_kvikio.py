@@ -4,16 +4,13 @@ The stand-in below has the interface of kvikio 25.10 (CuFile, defaults, cufile_d
 bytes of host memory, which CUDA, played here as well, takes for the device's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
 import os
 import sys
-import types
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,18 +20,50 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import kvikio as backend_module
 from offload_strategy.io.backends.kvikio import KvikioBackend
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.backends.protocol import available_backends, create_backend
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
 
-class Future:
-    def __init__(self, done: int) -> None:
-        self._done = done
+class CuFile:
+    """A file as the library opens it."""
 
-    def get(self) -> int:
-        return self._done
+    def __init__(self, library: "Library", file: str, flags: str = "r") -> None:
+        self.library = library
+        self._fd = os.open(file, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags] | os.O_DIRECT)
+        library.open_files.append(self)
+
+    def _move(self, how: str, buf: Any, size: int, file_offset: int, task_size: int) -> Any:
+        library = self.library
+        if library.error is not None:
+            raise RuntimeError(library.error)
+        if size < library.settings["gds_threshold"]:
+            raise AssertionError("went through the page cache, where errors are lost")
+        interface = buf.__cuda_array_interface__
+        assert isinstance(interface, dict)
+        assert (interface["typestr"], interface["shape"]) == ("|u1", (size,))
+        address, read_only = interface["data"]
+        assert not read_only
+        memory = (ctypes.c_char * size).from_address(address)
+        library.moved.append((how, file_offset, size, task_size))
+        # As cuFile's own buffers do: whole pages move, past the page cache.
+        pages = mmap.mmap(-1, round_up(size, PAGE_BYTES))
+        if how == "write":
+            if size % PAGE_BYTES:
+                os.preadv(self._fd, [pages], file_offset)
+            pages[:size] = memory.raw
+            done = min(size, os.pwrite(self._fd, pages, file_offset))
+        else:
+            done = min(size, os.preadv(self._fd, [pages], file_offset))
+            memory[:done] = pages[:done]
+        return SimpleNamespace(get=lambda: done - library.short)
+
+    pread = partialmethod(_move, "read")
+    pwrite = partialmethod(_move, "write")
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self.library.open_files.remove(self)
 
 
 class Library:
@@ -44,62 +73,22 @@ class Library:
         self.settings: dict[str, Any] = {"num_threads": 1, "gds_threshold": 1 * MiB}
         self.compatibility_mode = False
         self.gds = True
-        self.open_files: list[Any] = []
+        self.open_files: list[CuFile] = []
         self.moved: list[tuple[str, int, int, int]] = []
         self.device: set[range] = set()
         self.short = 0
         self.error: str | None = None
-        library = self
-
-        class CuFile:
-            def __init__(self, file: str, flags: str = "r") -> None:
-                access = {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags]
-                self._fd = os.open(file, access | os.O_DIRECT)
-                library.open_files.append(self)
-
-            def pread(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
-                return self._move("read", buf, size, file_offset, task_size)
-
-            def pwrite(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
-                return self._move("write", buf, size, file_offset, task_size)
-
-            def _move(self, how: str, buf: Any, size: int, offset: int, task_size: int) -> Future:
-                if library.error is not None:
-                    raise RuntimeError(library.error)
-                if size < library.settings["gds_threshold"]:
-                    raise AssertionError("went through the page cache, where errors are lost")
-                interface = buf.__cuda_array_interface__
-                assert isinstance(interface, dict)
-                assert (interface["typestr"], interface["shape"]) == ("|u1", (size,))
-                address, read_only = interface["data"]
-                assert not read_only
-                memory = (ctypes.c_char * size).from_address(address)
-                library.moved.append((how, offset, size, task_size))
-                # As cuFile's own buffers do: whole pages move, past the page cache.
-                pages = mmap.mmap(-1, round_up(size, PAGE_BYTES))
-                if how == "write":
-                    if size % PAGE_BYTES:
-                        os.preadv(self._fd, [pages], offset)
-                    pages[:size] = memory.raw
-                    done = min(size, os.pwrite(self._fd, pages, offset))
-                else:
-                    done = min(size, os.preadv(self._fd, [pages], offset))
-                    memory[:done] = pages[:done]  # type: ignore[assignment]
-                return Future(done - library.short)
-
-            def close(self) -> None:
-                os.close(self._fd)
-                library.open_files.remove(self)
-
-        self.defaults = types.ModuleType("kvikio.defaults")
-        self.defaults.get = self.settings.__getitem__  # type: ignore[attr-defined]
-        self.defaults.set = self.settings.__setitem__  # type: ignore[attr-defined]
-        self.defaults.is_compat_mode_preferred = lambda: self.compatibility_mode  # type: ignore[attr-defined]
-        self.driver = types.ModuleType("kvikio.cufile_driver")
-        self.driver.get = lambda name: {"is_gds_available": self.gds}[name]  # type: ignore[attr-defined]
-        self.kvikio = types.ModuleType("kvikio")
-        self.kvikio.CuFile = CuFile  # type: ignore[attr-defined]
-        self.kvikio.defaults = self.defaults  # type: ignore[attr-defined]
+        self.driver = SimpleNamespace(get=lambda name: {"is_gds_available": self.gds}[name])
+        defaults = SimpleNamespace(
+            get=self.settings.__getitem__,
+            set=self.settings.__setitem__,
+            is_compat_mode_preferred=lambda: self.compatibility_mode,
+        )
+        self.modules = {
+            "kvikio": SimpleNamespace(CuFile=partial(CuFile, self), defaults=defaults),
+            "kvikio.defaults": defaults,
+            "kvikio.cufile_driver": self.driver,
+        }
 
     def cuPointerGetAttribute(self, kind: Any, attribute: Any, address: Any) -> int:
         assert attribute.value == 2
@@ -110,11 +99,10 @@ class Library:
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch):
     made = Library()
-    monkeypatch.setitem(sys.modules, "kvikio", made.kvikio)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", made.defaults)
-    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", made.driver)
+    for name, module in made.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
     monkeypatch.setattr(backend_module, "_libcuda", lambda: made)
@@ -122,7 +110,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def backend(library: Library) -> Iterator[Backend]:
+def backend(library):
     made = create_backend("kvikio", threads=3, block_size=BLOCK)
     yield made
     made.close()
@@ -137,7 +125,7 @@ def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostM
 
 class TestDeviceMemory(Conformance):
     @pytest.fixture
-    def name(self, library: Library) -> Iterator[str]:
+    def name(self, library):
         self.library = library
         yield "kvikio"
         assert library.open_files == []
@@ -146,9 +134,7 @@ class TestDeviceMemory(Conformance):
         return device_memory(self.library, nbytes, misalignment)
 
 
-def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(
-    library: Library, backend: Backend, region: Region
-) -> None:
+def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(library, backend, region):
     assert backend.device_memory
     assert library.settings["num_threads"] == 6
     memory = device_memory(library, BLOCK - 5, misalignment=3)
@@ -164,9 +150,7 @@ def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(
 
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("how", ["short", "fails"])
-def test_errors_of_cufile_are_errors_of_the_request(
-    library: Library, backend: Backend, region: Region, write: bool, how: str
-) -> None:
+def test_errors_of_cufile_are_errors_of_the_request(library, backend, region, write, how):
     library.short, library.error = (1, None) if how == "short" else (0, "cuFile error: 5011")
     error = begin(backend, region.fd, device_memory(library, BLOCK), write=write).get()
     assert isinstance(error, OSError)
@@ -174,9 +158,7 @@ def test_errors_of_cufile_are_errors_of_the_request(
     assert (f"{BLOCK - 1} of {BLOCK} bytes" if how == "short" else "5011") in str(error)
 
 
-def test_a_descriptor_that_is_used_again_is_another_file(
-    library: Library, backend: Backend, tmp_path: Path
-) -> None:
+def test_a_descriptor_that_is_used_again_is_another_file(library, backend, tmp_path):
     for content in (b"1", b"2"):
         path = tmp_path / content.decode()
         path.write_bytes(content * PAGE_BYTES)
@@ -187,9 +169,7 @@ def test_a_descriptor_that_is_used_again_is_another_file(
         os.close(fd)
 
 
-def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(
-    library: Library,
-) -> None:
+def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(library):
     library.settings["num_threads"], library.compatibility_mode = 16, True
     backend = create_backend("kvikio", threads=2, block_size=BLOCK)
     assert library.settings["num_threads"] == 16
@@ -198,19 +178,10 @@ def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(
 
 
 @pytest.mark.parametrize(
-    ("without", "chosen"),
-    [
-        ("nothing", KvikioBackend),
-        ("a direct mode", PosixBackend),
-        ("GPUDirect Storage", PosixBackend),
-        ("a GPU", PosixBackend),
-        ("a driver", PosixBackend),
-    ],
+    "without", ["nothing", "a direct mode", "GPUDirect Storage", "a GPU", "a driver"]
 )
-def test_auto_takes_it_only_where_cufile_reaches_the_disk(
-    library: Library, monkeypatch: pytest.MonkeyPatch, without: str, chosen: type
-) -> None:
-    def broken(name: str) -> None:
+def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without):
+    def broken(name):
         raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: without != "a GPU")
@@ -219,17 +190,16 @@ def test_auto_takes_it_only_where_cufile_reaches_the_disk(
     if without == "a driver":
         monkeypatch.setattr(library.driver, "get", broken)
     backend = create_backend("auto", threads=1, block_size=BLOCK)
-    assert type(backend) is chosen
+    assert type(backend) is (KvikioBackend if without == "nothing" else PosixBackend)
     backend.close()
 
 
-def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_a_library_that_does_not_load_is_a_reason(monkeypatch):
+    def broken():
         raise ImportError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(backend_module, "_cufile", broken)
     reason = available_backends()["kvikio"]
-    assert reason is not None
     assert "libcuda.so.1" in reason
     with pytest.raises(ConfigError, match="libcuda"):
         create_backend("kvikio", threads=1, block_size=BLOCK)

@@ -1,6 +1,4 @@
-"""Processes that share a path: who uses it, who holds the lock, and what a killed one leaves."""
-
-from __future__ import annotations
+"""Processes that share a path: who holds its lock, and queues whose reads need it."""
 
 import os
 import select
@@ -9,12 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from offload_strategy.io.backends.thread_pool import ThreadPool
+from offload_strategy.io.queues import path_lock as path_lock_module
 from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import MoveState, Priority
+from offload_strategy.telemetry import Recorder
+from offload_strategy.units import PAGE_BYTES
+from tests.io.backends import ManualBackend, submit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
@@ -40,21 +45,17 @@ class Other:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.answer() == "ready"
 
     def answers(self, seconds: float) -> bool:
-        assert self.process.stdout is not None
         poll = select.poll()  # takes any descriptor, unlike select
         poll.register(self.process.stdout, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
 
     def answer(self) -> str:
         assert self.answers(60), "the other process does not answer"
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def begin(self, method: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(method + "\n")
         self.process.stdin.flush()
 
@@ -67,41 +68,22 @@ class Other:
         self.process.communicate(timeout=30)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------------- the lock
 @pytest.fixture
-def lock(disk: Path) -> Iterator[PathLock]:
+def lock(disk):
     made = PathLock(disk)
     yield made
     made.close()
 
 
-@pytest.fixture
-def other(disk: Path) -> Iterator[Other]:
-    made = Other(disk)
-    yield made
-    made.end()
-
-
-def wait_for_others(lock: PathLock, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while lock.others() != count:
-        assert time.monotonic() < deadline, f"{lock.others()} others instead of {count}"
-        time.sleep(0.02)
-
-
-def acquire_in_background(lock: PathLock) -> threading.Event:
-    acquired = threading.Event()
-
-    def acquire() -> None:
-        lock.acquire()
-        acquired.set()
-
-    threading.Thread(target=acquire, daemon=True).start()
-    return acquired
-
-
-def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(
-    lock: PathLock, disk: Path
-) -> None:
+def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(lock, disk):
     assert lock.works
     again = PathLock(disk)  # another engine of this process is not another process
     assert lock.others() == again.others() == 0
@@ -112,41 +94,39 @@ def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(
     assert lock.others() == 0
 
 
-def test_others_are_seen_when_they_start_and_when_they_end(
-    lock: PathLock, disk: Path, tmp_path: Path
-) -> None:
-    assert lock.others() == 0
-    (tmp_path / "elsewhere").mkdir()
-    elsewhere = Other(tmp_path / "elsewhere")  # of another path: it does not count
-    first, second = Other(disk), Other(disk)
-    wait_for_others(lock, 2)
-    first.end()
-    wait_for_others(lock, 1)
-    second.end(signal.SIGTERM)
-    wait_for_others(lock, 0)
+def acquire_in_background(lock: PathLock) -> threading.Event:
+    acquired = threading.Event()
+    threading.Thread(target=lambda: (lock.acquire(), acquired.set()), daemon=True).start()
+    return acquired
+
+
+def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_dies(
+    lock, disk, tmp_path
+):
+    (tmp_path / "elsewhere").mkdir()  # a process of another path does not count
+    first, second, elsewhere = (Other(place) for place in (disk, disk, tmp_path / "elsewhere"))
+    assert [each.answer() for each in (first, second, elsewhere)] == ["ready"] * 3
+    until(lambda: lock.others() == 2)
+    first.call("acquire")
+    acquired = acquire_in_background(lock)
+    assert not acquired.wait(0.1)
+    first.call("release")
+    assert acquired.wait(20)
+    second.begin("acquire")  # and the other way round
+    assert not second.answers(0.1)
+    lock.release()
+    assert second.answer() == "acquire"
+    acquired = acquire_in_background(lock)
+    assert not acquired.wait(0.1)
+    second.end(signal.SIGKILL)
+    assert acquired.wait(20)
+    until(lambda: lock.others() == 1)
+    first.end(signal.SIGTERM)
+    until(lambda: lock.others() == 0)
     elsewhere.end()
 
 
-@pytest.mark.parametrize("end", ["release", "kill"])
-def test_only_one_process_holds_the_lock_until_it_releases_it_or_is_killed(
-    lock: PathLock, other: Other, end: str
-) -> None:
-    other.call("acquire")
-    acquired = acquire_in_background(lock)
-    assert not acquired.wait(0.1)
-    if end == "kill":
-        other.end(signal.SIGKILL)
-        assert acquired.wait(20)
-        return
-    other.call("release")
-    assert acquired.wait(20)
-    other.begin("acquire")  # and the other way round
-    assert not other.answers(0.1)
-    lock.release()
-    assert other.answer() == "acquire"
-
-
-def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, disk: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock, disk):
     lock.acquire()
     begin, end = os.pipe()
     child = os.fork()
@@ -157,7 +137,130 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, dis
     os.close(begin)
     lock.close()  # as when the parent dies: its descriptor is closed, without a release
     late = Other(disk)
+    assert late.answer() == "ready"
     late.call("acquire")
     os.close(end)
     os.waitpid(child, 0)
     late.end()
+
+
+# ---------------------------------------------------------------------- queues
+class FakePathLock:
+    """A path lock that the test grants."""
+
+    works = True
+    path = Path("/fake")
+
+    def __init__(self) -> None:
+        self.other_processes = 1
+        self.grants = threading.Semaphore(0)
+        self.requests = threading.Semaphore(0)
+        self.log: list[str] = []
+
+    def others(self) -> int:
+        return self.other_processes
+
+    def acquire(self) -> None:
+        self.requests.release()
+        assert self.grants.acquire(timeout=30)
+        self.log.append("acquired")
+
+    def release(self) -> None:
+        self.log.append("released")
+
+
+ONCE = ["acquired", "released"]
+READ = Priority.PREFETCH
+
+
+@pytest.fixture
+def granted():
+    return FakePathLock()
+
+
+@pytest.fixture
+def manual():
+    return ManualBackend(depth=2)
+
+
+@pytest.fixture
+def queue(plain, manual, granted):
+    made = PathQueue(plain, manual, Recorder(), path_lock=granted)
+    yield made
+    granted.grants.release()  # no thread must wait forever
+    made.close()
+    assert granted.log[-1:] != ["acquired"], "the lock is still held"
+
+
+def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
+    """Grant the lock, wait until that many requests are in flight, and complete them."""
+    lock.grants.release()
+    until(lambda: len(backend.waiting) >= requests)
+    backend.complete_all()
+
+
+def test_reads_wait_for_the_lock_and_writes_do_not(queue, manual, granted):
+    reading = submit(queue, 0, 3, READ)
+    assert granted.requests.acquire(timeout=20)
+    assert not manual.waiting
+    writing = submit(queue, 5, 3)
+    assert len(manual.waiting) == 2, "as many as the backend takes: no read is in flight"
+    manual.complete_all()
+    assert writing.state is MoveState.DONE
+    assert reading.state is MoveState.QUEUED
+    assert granted.log == []
+    grant(granted, manual, 2)
+    assert reading.state is MoveState.DONE
+    assert granted.log == ONCE
+    assert not granted.requests.acquire(blocking=False), "requested once for all blocks"
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["others remain", "the other has ended"])
+def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
+    queue, manual, granted, monkeypatch, alone
+):
+    monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
+    first, second = submit(queue, 0, 4, READ), submit(queue, 10, 1, READ)
+    granted.grants.release()
+    until(lambda: len(manual.waiting) == 2)
+    granted.other_processes = 0 if alone else 1
+    manual.complete_all()
+    assert first.state is MoveState.DONE, "a move that has begun is finished"
+    assert granted.log == ONCE
+    if not alone:
+        assert second.state is MoveState.QUEUED
+        for _ in range(2):
+            assert granted.requests.acquire(timeout=20), "requested again for the rest"
+        grant(granted, manual, 1)
+        assert granted.log == 2 * ONCE
+    assert second.state is MoveState.DONE
+
+
+def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(queue, manual, granted):
+    waiting = submit(queue, 0, 1, READ)
+    assert granted.requests.acquire(timeout=20)
+    waiting.cancel()
+    assert waiting.ended.is_set()
+    granted.grants.release()
+    until(lambda: granted.log == ONCE)
+    assert not manual.waiting
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "error"),
+    [
+        (FakePathLock, "acquire", OSError("no locks available")),
+        (ThreadPool, "submit", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_read_begins_without_a_lock_that_does_not_work_or_that_no_thread_can_wait_for(
+    queue, manual, monkeypatch, owner, call, error
+):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(owner, call, refuse)
+    done = submit(queue, 0, 1, READ)
+    until(lambda: bool(manual.waiting))
+    manual.complete_all()
+    assert done.state is MoveState.DONE

@@ -1,41 +1,19 @@
-"""The order of blocks on a path, and how moves end."""
-
-from __future__ import annotations
+"""The order of blocks on a path, which go in one request, and how moves end."""
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
-from offload_strategy.io.queues.moves import Latch, Move
+from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.queues.moves import Latch
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Recorder
-from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, extent, make_move
-
-
-def submit(
-    queue: PathQueue,
-    page: int,
-    pages: int = 1,
-    priority: Priority = Priority.WRITE_BACK,
-    *,
-    write: bool | None = None,
-    ended: list[Move] | None = None,
-) -> Move:
-    """Submit a move of whole pages, a write if it is a write-back."""
-    move = make_move(
-        queue,
-        extent(page, pages),
-        pages * PAGE_BYTES,
-        write=priority is Priority.WRITE_BACK if write is None else write,
-        priority=priority,
-        on_end=(lambda move: None) if ended is None else ended.append,
-    )
-    move.submit()
-    return move
+from offload_strategy.units import PAGE_BYTES, round_up
+from tests.io.backends import ManualBackend, make_move, submit
 
 
 def order(backend: ManualBackend) -> list[int]:
@@ -47,11 +25,7 @@ def order(backend: ManualBackend) -> list[int]:
 
 
 # ---------------------------------------------------------------------- order
-
-
-def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(queue, manual):
     submit(queue, 0, 3)
     submit(queue, 10, 2)
     submit(queue, 20, 2, Priority.PREFETCH)
@@ -60,9 +34,7 @@ def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
     assert order(manual) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
 
 
-def test_priority_may_be_raised_between_two_blocks_of_a_move(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+def test_priority_may_be_raised_between_two_blocks_of_a_move(queue, manual):
     slow = submit(queue, 0, 4, write=False)
     submit(queue, 10, 2, Priority.PREFETCH)
     assert manual.complete().offset == 0
@@ -75,7 +47,7 @@ def test_priority_may_be_raised_between_two_blocks_of_a_move(
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain: Region, depth: int) -> None:
+def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain, depth):
     backend = ManualBackend(depth=depth)
     queue = PathQueue(plain, backend, Recorder())
     for index in range(4):
@@ -85,42 +57,79 @@ def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain: Region, de
         backend.complete(at=len(backend.waiting) - 1)  # in any order
 
 
-# ---------------------------------------------------------------------- cancelled and failed moves
-def test_a_cancelled_move_that_never_began_ends_at_once(
-    queue: PathQueue, manual: ManualBackend, recorder: Recorder
-) -> None:
-    ended: list[Move] = []
-    submit(queue, 0)
-    move = submit(queue, 1, ended=ended)
-    move.cancel()
-    assert ended == [move]
-    assert move.ended.is_set()
-    assert move.state is MoveState.CANCELLED
-    assert order(manual) == [0]
-    assert [record.nbytes for record in recorder.moves] == [PAGE_BYTES]
-    move.cancel()
-    assert ended == [move]
+# ---------------------------------------------------------------------- adjacent moves
+class AdjacentBackend(ManualBackend):
+    """Takes adjacent requests, and records which came together."""
+
+    max_adjacent = 8
+
+    def __init__(self) -> None:
+        super().__init__(block_size=16 * PAGE_BYTES)
+        self.together: list[list[int]] = []
+
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
+        end = None
+        for request in requests:
+            assert end is None or request.offset == end, "not adjacent"
+            assert request.address % PAGE_BYTES == 0 or len(requests) == 1
+            end = request.offset + round_up(request.nbytes, PAGE_BYTES)
+        self.together.append([request.offset // PAGE_BYTES for request in requests])
+        super().submit(requests)
 
 
-def test_after_an_error_no_further_block_of_the_move_begins(
-    queue: PathQueue, manual: ManualBackend, recorder: Recorder
-) -> None:
-    ended: list[Move] = []
-    move, other = submit(queue, 0, 5, ended=ended), submit(queue, 10)
-    error = OSError("broken")
-    manual.complete()
-    manual.complete(error=error)
-    assert move.state is MoveState.FAILED
-    assert move.error is error
-    assert ended == [move]
-    assert order(manual) == [10]
-    assert other.state is MoveState.DONE
-    assert recorder.client_bytes["activations", "written"] == PAGE_BYTES
+PREFETCH = {"priority": Priority.PREFETCH}
+NEEDED = {"priority": Priority.NEEDED_NOW}
+READ = {"write": False}
+FILLS_PAGES = {"write": False, "whole_pages": True}
+BYTE = 1 / PAGE_BYTES
+
+#: Moves, of so many pages from a page on, and which of them go together.
+TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, Any]]], list[list[int]]]] = {
+    "writes": ([(3, 1, {}), (4, 1, {}), (5, 1, {})], [[3, 4, 5]]),
+    "reads in reverse": ([(page, 1, PREFETCH) for page in (7, 6, 8, 5)], [[5, 6, 7, 8]]),
+    "a partial page is written": ([(3, 1 + BYTE, {}), (5, 1, {})], [[3, 5]]),
+    "a partial page may be filled": ([(3, 1 - BYTE, FILLS_PAGES), (4, 1, FILLS_PAGES)], [[3, 4]]),
+    "as much as a block": ([(6 * n, 6, {}) for n in range(4)], [[0, 6], [12, 18]]),
+    "needed now": ([(3, 1, NEEDED), (4, 1, NEEDED)], [[3], [4]]),
+    "a gap": ([(3, 1, {}), (5, 1, {})], [[3], [5]]),
+    "another priority": ([(3, 1, {}), (4, 1, {**PREFETCH, "write": True})], [[4], [3]]),
+    "unaligned memory": ([(3, 1, {}), (4, 1, {"misalignment": 64})], [[3], [4]]),
+    "a partial page is read": ([(3, 1, READ), (4, 1 - BYTE, READ)], [[3], [4]]),
+}
 
 
-def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
+@pytest.mark.parametrize(("moves", "expected"), TOGETHER.values(), ids=TOGETHER)
+def test_adjacent_moves_go_together_and_others_alone(plain, moves, expected):
+    backend = AdjacentBackend()
+    queue = PathQueue(plain, backend, Recorder())
+    for write in (True, False):  # these are under way while the others are queued
+        submit(queue, 255, 1, Priority.PREFETCH, write=write)
+    submitted = [submit(queue, page, pages, **options) for page, pages, options in moves]
+    backend.complete_all()
+    assert {move.state for move in submitted} == {MoveState.DONE}
+    assert backend.together[2:] == expected
+
+
+def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(plain):
+    backend = AdjacentBackend()
+    queue = PathQueue(plain, backend, Recorder())
+    submit(queue, 100)
+    moves = [submit(queue, page) for page in (3, 4, 5, 6, 9)]
+    backend.complete()
+    assert backend.together[1:] == [[3, 4, 5, 6]]
+    moves[2].cancel()
+    backend.complete()
+    backend.complete(OSError("bad"))
+    assert moves[3].state is MoveState.RUNNING
+    assert len(backend.together) == 2, "the slot is taken until all are over"
+    backend.complete_all()
+    assert backend.together[2:] == [[9]]
+    states = [MoveState.DONE, MoveState.FAILED, MoveState.CANCELLED, MoveState.DONE, MoveState.DONE]
+    assert [move.state for move in moves] == states
+
+
+# ---------------------------------------------------------------------- ends
+def test_a_backend_that_refuses_blocks_fails_all_queued_moves(queue, manual):
     moves = [submit(queue, 0) for _ in range(3000)]
     manual.close()
     manual.complete()  # the block in flight ends, and the next is refused, and so on
@@ -130,27 +139,16 @@ def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
     assert all(move.ended.is_set() for move in moves)
 
 
-# ---------------------------------------------------------------------- memory and records
-
-
-def test_memory_is_released_before_waiting_threads_wake(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
-    class Held:
-        pass
-
-    held = Held()
+def test_memory_is_released_before_waiting_threads_wake(queue, manual):
+    held = {"anything"}
     found: list[object] = []
 
     class WatchedLatch(Latch):
-        def set(self) -> None:
+        def set(self):
             found.extend(reference() for reference in references)
             super().set()
 
-    def on_end(move: Move, held: Held) -> None:
-        return
-
-    move = make_move(queue, extent(0), PAGE_BYTES, on_end=partial(on_end, held=held))
+    move = make_move(queue, 0, on_end=partial(lambda held, move: None, held))
     references = [weakref.ref(held), weakref.ref(move.keep_alive)]
     del held
     move.ended = WatchedLatch()

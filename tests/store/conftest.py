@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.store.rig import MakeRig, Rig
+from tests.store.rig import Rig
 
 
 @pytest.fixture
-def make_rig(disk: Path) -> Iterator[MakeRig]:
+def make_rig(disk):
     made: list[Rig] = []
 
-    def make(**options: Any) -> Rig:
+    def make(**options):
         made.append(Rig(disk, **options))
         return made[-1]
 
@@ -24,5 +20,5 @@ def make_rig(disk: Path) -> Iterator[MakeRig]:
 
 
 @pytest.fixture
-def rig(make_rig: MakeRig) -> Rig:
+def rig(make_rig):
     return make_rig()

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -27,20 +25,6 @@ from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.backends import ManualBackend, plain_region
 
 CLIENT = "activations"
-
-
-class ObedientBackend(ManualBackend):
-    """Completes requests at once when `at_once` is set, with `error` if there is one."""
-
-    def __init__(self, depth: int = 1, block_size: int = 1 * MiB) -> None:
-        super().__init__(depth, block_size)
-        self.at_once = False
-        self.error: BaseException | None = None
-
-    def submit(self, requests: Sequence[BlockRequest]) -> None:
-        super().submit(requests)
-        if self.at_once:
-            self.complete(self.error, at=len(self.waiting) - 1)
 
 
 @dataclass
@@ -57,26 +41,17 @@ class Rig:
     checksum: Literal["full", "sampled", "off"] = "off"
     encryption: bool = False
     recorder: Recorder = field(default_factory=Recorder)
-    nonces: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
-        if cipher:
-            key, nonces = cipher._aead, self.nonces
-
-            def encrypt_into(nonce: bytes, *others: Any) -> None:
-                nonces.append(nonce)
-                key.encrypt_into(nonce, *others)
-
-            cipher._aead = SimpleNamespace(encrypt_into=encrypt_into, decrypt_into=key.decrypt_into)
         self.regions: list[Region] = []
-        self.backends: list[ObedientBackend] = []
+        self.backends: list[ManualBackend] = []
         self.queues: list[PathQueue] = []
         for _ in range(self.paths):
             self.regions.append(plain_region(self.directory, self.disk_bytes))
-            self.backends.append(ObedientBackend(block_size=self.block_size))
+            self.backends.append(ManualBackend(block_size=self.block_size))
             self.check = cipher or create_checksum(self.checksum, self.backends[-1])
             self.queues.append(
                 PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=self.check)
@@ -98,14 +73,9 @@ class Rig:
         return ticket
 
     def complete(self) -> None:
-        while self.waiting:
+        while any(backend.waiting for backend in self.backends):
             for backend in self.backends:
                 backend.complete_all()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the disks have something to do."""
-        return any(backend.waiting for backend in self.backends)
 
     def at_once(self) -> None:
         """From now on the disk answers before it is asked twice."""
@@ -127,26 +97,8 @@ class Rig:
             part = image[stripe.begin : stripe.begin + stripe.nbytes]
             os.pwrite(stripe.queue.region.fd, part, stripe.extent.offset)
 
-    def flip(self, ticket: Ticket, index: int) -> None:
-        """Change one bit of a stored ticket behind the store's back."""
-        for stripe in ticket.entry.stripes:
-            if stripe.begin <= index < stripe.begin + stripe.nbytes:
-                fd, place = stripe.queue.region.fd, stripe.extent.offset + index - stripe.begin
-                os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
-
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes[CLIENT, verb]
-
-    def hurried(self) -> threading.Event:
-        """An event that is set when somebody waits for a load."""
-        hurried, raise_priority = threading.Event(), self.queue.raise_priority
-
-        def note(*args: Any) -> None:
-            raise_priority(*args)
-            hurried.set()
-
-        self.queue.raise_priority = note  # type: ignore[method-assign]
-        return hurried
 
     def close(self) -> None:
         self.store.close()

@@ -1,59 +1,58 @@
-"""Every transition of [Note: states of a ticket], one after the other."""
-
-from __future__ import annotations
+"""Every transition of [Note: states of a ticket], limits, and how tickets and stores end."""
 
 import errno
 import gc
 import os
+import threading
 import weakref
+from concurrent.futures import wait
+from operator import attrgetter
 
 import pytest
 import torch
 
-from offload_strategy.errors import StorageError, TierFullError
+from offload_strategy.errors import OffloadError, StorageError, TierFullError
+from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB, MiB
-from tests.store.rig import PAGE, MakeRig, Rig, meanwhile, noise
+from tests.store.rig import PAGE, meanwhile, noise
 
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
+IN_MEMORY, LOADING, STORED = TicketState.IN_MEMORY, TicketState.LOADING, TicketState.STORED
 
 
 # ---------------------------------------------------------------------- put
-def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig: MakeRig) -> None:
-    rig = make_rig(host_bytes=1 * MiB)
-    payload = noise(10 * KiB)
+def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig):
+    rig, payload = make_rig(host_bytes=1 * MiB), noise(10 * KiB)
     ticket = rig.put(payload)
-    assert ticket.state is TicketState.IN_MEMORY
     assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
     assert rig.host.used_bytes == 10 * KiB
     assert rig.store.prefetch(ticket)
     rig.store.evict(ticket)
-    assert ticket.state is TicketState.IN_MEMORY
+    assert ticket.state is IN_MEMORY
     assert not rig.backend.waiting
     assert rig.count("written") == rig.count("forwarded") == rig.count("read") == 0
 
 
-def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig(block_size=PAGE)
-    payload = noise(3 * PAGE - 5)
-    content = payload.numpy().tobytes()
-    reference = weakref.ref(payload)
+def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(make_rig):
+    rig, payload = make_rig(block_size=PAGE), noise(3 * PAGE - 5)
+    content, reference = payload.numpy().tobytes(), weakref.ref(payload)
     ticket = rig.put(payload)
-    del payload
-    for _ in range(3):
+    for blocks in (1, 2, 3):
         assert ticket.state is TicketState.WRITING
-        assert reference() is not None
+        assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
+        assert rig.store.prefetch(ticket)
+        assert rig.count("forwarded") == blocks * len(payload)
         rig.backend.complete()
-    assert ticket.state is TicketState.STORED
+    del payload
+    assert ticket.state is STORED
     rig.store.wait_for_writes()  # memory goes with the next call, on the caller's thread
     assert reference() is None
     assert rig.bytes_on_disk(ticket) == content
-    assert rig.count("written") == 3 * PAGE - 5
+    assert (rig.count("written"), rig.count("read")) == (3 * PAGE - 5, 0)
 
 
-def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeRig) -> None:
+def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig):
     rig = make_rig(host_bytes=10 * KiB, disk_bytes=16 * KiB)
     tickets = [rig.put(noise(4 * KiB)) for _ in range(6)]
     assert [ticket.entry.tier.name for ticket in tickets] == ["host"] * 2 + ["nvme"] * 4
@@ -70,51 +69,36 @@ def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeR
     rig.complete()
 
 
-# ---------------------------------------------------------------------- forwarding
-def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig: Rig) -> None:
-    payload = noise(10 * KiB)
-    ticket = rig.put(payload)
-    assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
-    assert rig.store.prefetch(ticket)
-    assert ticket.state is TicketState.WRITING
-    assert rig.count("forwarded") == 10 * KiB
-    assert rig.count("read") == 0
-    rig.complete()
-    assert ticket.state is TicketState.STORED
-
-
 # ---------------------------------------------------------------------- failing to write
-def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: MakeRig) -> None:
-    rig = make_rig(block_size=PAGE)
-    payload = noise(3 * PAGE)
+def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
+    rig, payload = make_rig(block_size=PAGE), noise(3 * PAGE)
     ticket, other = rig.put(payload), rig.put(noise(PAGE, seed=1))
     rig.backend.complete()
     rig.backend.complete(error=BROKEN)
-    assert ticket.state is TicketState.IN_MEMORY
+    assert [request.nbytes for request in rig.backend.waiting] == [PAGE], "of the other alone"
+    assert ticket.state is IN_MEMORY
     assert torch.equal(rig.store.get(ticket), payload)
     with pytest.raises(StorageError) as told:
         rig.put(noise(10))
-    message = str(told.value)
     for part in ("'nvme'", "could not write 12 KiB", "activations", str(rig.region.path), "Input"):
-        assert part in message
+        assert part in str(told.value)
     assert told.value.__cause__ is BROKEN
     rig.complete()
     with pytest.raises(StorageError, match="could not write"):
         rig.store.wait_for_writes()
-    assert other.state is TicketState.STORED
+    assert other.state is STORED
+    assert rig.count("written") == PAGE
     # Its place on the disk is free again, the bytes are still there to be saved.
     assert rig.region.used_bytes == PAGE
     rig.store.evict(ticket)
     assert torch.equal(rig.store.take(ticket), payload)
 
 
-def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
+def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monkeypatch):
+    def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    def train() -> None:
+    def train():
         rig.put(rig.store.borrow("activations", 4 * KiB))
 
     monkeypatch.setattr(rig.backend, "submit", refuse)
@@ -125,24 +109,28 @@ def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(
 
 
 # ---------------------------------------------------------------------- loading
-def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:
+def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig, monkeypatch):
     rig = make_rig(block_size=PAGE)
     tickets = [rig.stored(noise(2 * PAGE, seed=index)) for index in range(3)]
-    for ticket in tickets:
-        assert rig.store.prefetch(ticket)
-    hurried = rig.hurried()
+    assert all(map(rig.store.prefetch, tickets))
+    hurried, raise_priority = threading.Event(), rig.queue.raise_priority
+
+    def hurry(part):
+        raise_priority(part)
+        hurried.set()
+
+    monkeypatch.setattr(rig.queue, "raise_priority", hurry)
     reading = meanwhile(rig.store.get, tickets[2])
     assert hurried.wait(30)
-    rig.backend.complete()  # was under way before
-    for _ in range(2):
+    for _ in range(3):  # one block was under way before
         rig.backend.complete()
     assert torch.equal(reading.result(30), noise(2 * PAGE, seed=2))
-    assert [ticket.state for ticket in tickets[:2]] == [TicketState.LOADING] * 2
+    assert [ticket.state for ticket in tickets[:2]] == [LOADING] * 2
     assert rig.recorder.stall_seconds["activations"] > 0
     rig.complete()
 
 
-def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
+def test_a_failed_read_is_told_and_may_be_tried_again(rig):
     ticket = rig.stored(noise(5000))
     rig.at_once()
     rig.backend.error = BROKEN
@@ -152,7 +140,7 @@ def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
         for part in ("'nvme'", "could not read 4.9 KiB", "activations", str(rig.region.path)):
             assert part in str(told.value)
         assert told.value.__cause__ is BROKEN
-        assert ticket.state is TicketState.STORED
+        assert ticket.state is STORED
     rig.store.prefetch(ticket)
     del told
     BROKEN.__traceback__ = None  # its frames have the buffers
@@ -162,50 +150,195 @@ def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
     assert torch.equal(rig.store.get(ticket), noise(5000))
 
 
-def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: MakeRig) -> None:
-    rig = make_rig(budget=8 * KiB)
-    ticket = rig.stored(noise(4 * KiB))
-    acquired = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(2)]
-    assert not rig.store.prefetch(ticket)
-    assert ticket.state is TicketState.STORED
-    rig.at_once()
-    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
-    assert rig.pool.usage().held_bytes == 12 * KiB
-    del acquired
-
-
-# ---------------------------------------------------------------------- evicting, taking
-def test_evicting_frees_memory_but_not_what_a_reader_has(rig: Rig) -> None:
+def test_evicting_frees_memory_but_not_what_a_reader_has(rig):
     ticket = rig.stored(noise(4 * KiB))
     rig.at_once()
     loaded = rig.store.get(ticket)
     rig.store.evict(ticket)
-    assert ticket.state is TicketState.STORED
+    assert ticket.state is STORED
     again = rig.store.get(ticket)
     assert again.data_ptr() != loaded.data_ptr()
     assert torch.equal(loaded, again)
     # What was loaded is handed over without another copy.
     assert rig.store.private(ticket).data_ptr() == again.data_ptr()
-    assert ticket.state is TicketState.STORED
+    assert ticket.state is STORED
     del loaded, again
     assert rig.pool.usage().lent_bytes == 0
     assert rig.count("read") == 8 * KiB
 
 
-def test_taking_waits_for_the_block_that_is_being_written(rig: Rig) -> None:
-    ticket = rig.put(noise(4 * KiB))
-    taking = meanwhile(rig.store.take, ticket)
+def test_taking_cancels_a_write_that_waits_and_waits_for_one_that_is_under_way(rig):
+    first, second = rig.put(noise(4 * KiB)), rig.put(noise(8 * KiB))
+    assert torch.equal(rig.store.take(second), noise(8 * KiB))
+    taking = meanwhile(rig.store.take, first)
     assert not taking.done()
     rig.backend.complete()
     assert torch.equal(taking.result(30), noise(4 * KiB))
-    assert ticket.state is TicketState.FREED
+    assert not rig.backend.waiting
+    assert first.state is second.state is TicketState.FREED
     assert rig.store.live_tickets == rig.region.used_bytes == 0
 
 
-def test_taking_what_waits_to_be_written_cancels_the_write(rig: Rig) -> None:
-    first, second = rig.put(noise(4 * KiB)), rig.put(noise(8 * KiB))
-    payload = rig.store.take(second)
-    assert torch.equal(payload, noise(8 * KiB))
+# ---------------------------------------------------------------------- limits
+@pytest.fixture
+def reported(monkeypatch):
+    """An event that is set when a wait is reported, which is soon here."""
+    event, warning = threading.Event(), error_messages.logger.warning
+
+    def report(*args):
+        warning(*args)
+        event.set()
+
+    monkeypatch.setattr(error_messages, "PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(error_messages.logger, "warning", report)
+    return event
+
+
+def test_a_put_waits_and_says_where_when_too_much_waits_to_be_written(make_rig, reported, caplog):
+    rig = make_rig(write_behind=8 * KiB)
+    rig.put(noise(100 * KiB))  # one is always let through
+    second = meanwhile(rig.put, noise(4 * KiB))
+    assert reported.wait(30)
+    assert f"100 KiB have been waiting to be written to {rig.directory} for 0 s" in caplog.text
+    assert not second.done()
     rig.complete()
-    assert first.state is TicketState.STORED
-    assert rig.count("written") == 4 * KiB
+    assert second.result(30).state is not TicketState.FREED
+    assert rig.recorder.stall_seconds["activations"] > 0.02
+    rig.complete()
+
+
+def test_a_disk_that_does_not_answer_is_reported(rig, reported, caplog):
+    ticket = rig.stored(noise(4 * KiB))
+    reading = meanwhile(rig.store.get, ticket)
+    assert reported.wait(30)
+    assert f"waiting for {rig.directory} to read 4 KiB for 0 s" in caplog.text
+    rig.complete()
+    assert torch.equal(reading.result(30), noise(4 * KiB))
+
+
+def test_borrowing_waits_for_writes_to_give_memory_back(make_rig):
+    rig = make_rig(budget=8 * KiB)
+    ticket = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
+    borrowing = meanwhile(rig.store.borrow, "optimizer", 8 * KiB)
+    assert not wait([borrowing], 0.1).done
+    rig.complete()
+    assert borrowing.result(30).numel() == 8 * KiB
+    assert rig.pool.usage().peak_bytes == 8 * KiB
+    assert ticket.state is STORED
+
+
+def test_beyond_the_budget_nothing_is_prefetched_but_what_is_needed_is_borrowed_and_read(make_rig):
+    rig = make_rig(budget=8 * KiB)
+    ticket = rig.stored(noise(4 * KiB))
+    borrowed = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(3)]
+    assert rig.pool.usage().held_bytes == 12 * KiB
+    assert not rig.store.prefetch(ticket)
+    assert ticket.state is STORED
+    rig.at_once()
+    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
+    assert rig.pool.usage().held_bytes == 16 * KiB
+    del borrowed
+
+
+# ---------------------------------------------------------------------- freeing
+@pytest.mark.parametrize("how", ["free", "drop"])
+@pytest.mark.parametrize("where", ["host", "queued", "stored", "loaded", "failed"])
+def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
+    rig = make_rig(host_bytes=1 * MiB if where == "host" else 0)
+    others = [rig.put(noise(10))] if where == "queued" else []
+    ticket = rig.put(noise(4 * KiB))
+    if where == "failed":
+        rig.backend.complete(error=BROKEN)
+    elif where in ("stored", "loaded"):
+        rig.complete()
+    if where == "loaded":
+        rig.store.prefetch(ticket)
+        rig.complete()
+    if how == "free":
+        rig.store.free(ticket)
+        rig.store.free(ticket)
+        for use in (rig.store.get, rig.store.prefetch, rig.store.take, rig.store.private):
+            with pytest.raises(OffloadError, match=r"4 KiB of activations were freed"):
+                use(ticket)
+    del ticket
+    assert rig.store.live_tickets == len(others)
+    assert rig.region.used_bytes == PAGE * len(others)
+    assert rig.host.used_bytes == 0
+    rig.complete()
+    assert rig.count("written") <= 4 * KiB
+    assert rig.pool.usage().lent_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "lock", ["store._registry.lock", "queue._lock", "recorder._lock", "pool._lock"]
+)
+@pytest.mark.parametrize("host_bytes", [1 * MiB, 0], ids=["in memory", "on their way to the disk"])
+def test_tickets_may_be_collected_in_the_middle_of_anything(make_rig, lock, host_bytes):
+    rig = make_rig(host_bytes=host_bytes)
+
+    def collect():
+        for seed in range(5):
+            cycle = [rig.put(noise(4 * KiB, seed))]
+            cycle.append(cycle)
+        del cycle
+        with attrgetter(lock)(rig):
+            gc.collect()
+
+    meanwhile(collect).result(30)  # TimeoutError: deadlock
+    assert rig.store.live_tickets == 0
+    rig.complete()
+    assert rig.region.used_bytes == rig.host.used_bytes == 0
+
+
+# ---------------------------------------------------------------------- closing
+def test_closing_keeps_the_bytes_of_writes_that_it_gives_up_and_says_what_else_is_gone(make_rig):
+    rig = make_rig(host_bytes=PAGE, block_size=PAGE)
+    kept = rig.put(noise(PAGE, 0))
+    loading, stored = rig.stored(noise(3 * PAGE)), rig.stored(noise(2 * PAGE))
+    rig.store.prefetch(loading)
+    written, waiting = rig.put(noise(PAGE, 1)), rig.put(noise(PAGE, 2))
+    closing = meanwhile(rig.store.close)
+    for _ in range(2):
+        rig.backend.complete()  # the blocks that were under way
+    closing.result(30)
+    assert not rig.backend.waiting
+    assert torch.equal(rig.store.get(kept), noise(PAGE, 0))
+    assert torch.equal(rig.store.get(waiting), noise(PAGE, 2))
+    assert written.state in (STORED, IN_MEMORY)
+    for ticket, size in ((loading, "12 KiB"), (stored, "8 KiB")):
+        for use in (rig.store.get, rig.store.prefetch):
+            with pytest.raises(OffloadError, match=rf"{size} of activations are gone.*closed"):
+                use(ticket)
+    for use in (lambda: rig.put(noise(10)), rig.store.wait_for_writes):
+        with pytest.raises(OffloadError, match="closed"):
+            use()
+    rig.store.free(loading)
+    del ticket, stored, kept, written, waiting
+    assert rig.store.live_tickets == rig.region.used_bytes == rig.host.used_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_the_store_is_its_parents(make_rig):
+    rig = make_rig(host_bytes=8 * KiB)
+    # A host buffer does not exist in the child: touching it would end the process.
+    kept = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
+    stored = rig.stored(noise(4 * KiB))
+    uses = [rig.store.get, rig.store.take, rig.store.private, rig.store.prefetch]
+    child = os.fork()
+    if child == 0:
+        try:
+            for use in [*uses, lambda ticket: rig.put(noise(10))]:
+                for ticket in (kept, stored):
+                    with pytest.raises(OffloadError, match="forked process"):
+                        use(ticket)
+            rig.store.close()
+            del kept, stored, ticket
+            gc.collect()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    rig.at_once()
+    assert torch.equal(rig.store.get(kept), noise(8 * KiB))
+    assert torch.equal(rig.store.get(stored), noise(4 * KiB))
