@@ -8,92 +8,144 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from tests.activations.support import noise
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    gradients,
-    in_turn,
-    weights,
-)
+from tests.activations.test_transforms import AROUND
+from tests.activations.zoo import build
+from tests.training import Numbers, gradients, in_turn, weights
 from tests.weights.support import (
-    OVERLAPS,
-    THAT_KEEP_GRADIENTS,
     adamw,
     compared,
     loss,
     nearly_all_left,
     net,
-    seen_accesses,
     step,
-    streaming,
     train,
+    zoo_loss,
 )
 
 
-# ---------------------------------------------------------------------- parametrizations
-class Same(nn.Module):
-    """A parametrization that gives the weight itself."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
-
-
-class Symmetric(nn.Module):
-    """Of a square weight."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        square = weight[: weight.shape[1]]
-        return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
+# ---------------------------------------------------------------------- calls of other kinds
+@pytest.mark.parametrize("transform", AROUND)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@compared()
+def test_transforms(model, optimizer, transform):
+    history = train(model, optimizer)
+    for _ in range(2):
+        results = AROUND[transform](model)
+        history.append({str(n): value.detach().clone() for n, value in enumerate(results)})
+    return [*history, *train(model, optimizer)]
 
 
-PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
-    "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "the weight itself": lambda m: parametrize.register_parametrization(m, "weight", Same()),
-    "symmetric": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
-    "weight norm of old": nn.utils.weight_norm,
-    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
+def _kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        return model.features(x)  # type: ignore[no-any-return]
+
+
+def _on_the_host(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)  # type: ignore[no-any-return]
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "with its own weights": lambda m, x: torch.func.functional_call(
+        m, dict(m.named_parameters()), (x,)
+    ),
+    "in evaluation mode": lambda m, x: m.eval()(x),
+    "not by way of its hooks": lambda m, x: m.forward(x),
+    "of a part": lambda m, x: m.features(x),
+    "of one block": lambda m, x: m.blocks[1](x),
+    "of one layer in a block": lambda m, x: m.blocks[1].up(x),
+    "of one block and not by way of its hooks": lambda m, x: m.blocks[1].forward(x),
+    "of its pieces by hand": lambda m, x: m.head(m.blocks[0](m.stem(x)) * m.scale),
+    "under hooks that keep": _kept,
+    "on the host": _on_the_host,
 }
 
 
-def parametrise(model: Any, way: str) -> Any:
-    torch.manual_seed(4)
-    for block in model.blocks:
-        PARAMETRISED[way](block.up)
-    PARAMETRISED[way](model.head)
-    return model
+@pytest.mark.parametrize(("call", "activations"), in_turn(CALLS, [True, False]))
+@compared(optimizer_of=None)
+def test_gradients_of_a_call(model, optimizer, call):
+    """Whichever way a model is called, autograd has the weights that it saved."""
+    history = []
+    for number in range(2):
+        x = noise(4, 8, seed=number).requires_grad_()
+        value = CALLS[call](model, x).pow(2).sum()
+        value.backward()
+        history.append({"loss": value.detach().clone(), "x": x.grad, **gradients(model)})
+        model.train()
+    return history
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(("way", "overlap"), in_turn(PARAMETRISED, OVERLAPS))
-@compared(lambda way: parametrise(net(), way), overlaps=[])
-def test_parametrised_weights(model, optimizer):
-    return train(model, optimizer)
+# ---------------------------------------------------------------------- evaluation
+def layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(
-    "way", ["spectral norm", "the weight itself", "weight norm of old", "pruned"]
-)
-@compared(overlaps=["off"])
-def test_weights_that_are_parametrised_when_they_are_streamed(model, optimizer, way):
-    history = train(model, optimizer)
-    parametrise(model, way)
-    return [*history, *train(model, optimizer)]
+class Encoder(nn.Module):
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(layer(), 3)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.zeros(4, 6, dtype=torch.bool)
+        padding[:, 4:] = self.mask
+        # Without padding the fast path is taken in evaluation, with it nested tensors are made.
+        encoded = self.encoder(x, src_key_padding_mask=padding)
+        return F.pad(encoded, (0, 0, 0, 6 - encoded.shape[1]))
 
 
-@compared(lambda: parametrise(net(), "symmetric"))
-def test_parametrizations_are_cached_and_removed(model, optimizer):
-    with parametrize.cached():
-        history = train(model, optimizer, 1)
-    for layer in (*(block.up for block in model.blocks), model.head):
-        parametrize.remove_parametrizations(layer, "weight")
-    return [*history, *train(model, optimizer)]
+FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Sequential(layer()),
+    "layers": lambda: nn.Sequential(layer(), layer()),
+    "an encoder": lambda: Encoder(False),
+    "an encoder with padding": lambda: Encoder(True),
+}
+
+
+@pytest.mark.parametrize(("kind", "parameters"), in_turn(FAST_PATHS, [{}, {"blocks": ["Linear"]}]))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@compared(lambda kind: nn.Sequential(net(FAST_PATHS[kind]), nn.Linear(8, 8)))
+def test_attention_takes_the_same_fast_paths(model, optimizer):
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        torch.manual_seed(number)
+        value: torch.Tensor = model(noise(4, 6, 8, seed=number)).pow(2).sum()
+        return value
+
+    history = []
+    for number in range(3):
+        history.append(step(model.train(), optimizer, number, loss_of))
+        with torch.no_grad():
+            history.append({"checked": loss_of(model.eval(), number).clone()})
+    return history
+
+
+@pytest.mark.parametrize("change", [False, True])
+@compared()
+def test_inference_mode_from_the_first_pass_on(model, optimizer, change):
+    with torch.inference_mode():
+        first = {"loss": loss(model).clone()}
+        first |= {n: p.norm().clone() for n, p in model.named_parameters()}
+        for parameter in model.parameters() if change else ():
+            parameter.mul_(0.5)
+    return [{n: value.clone() for n, value in first.items()}, *train(model, optimizer)]
+
+
+@pytest.mark.parametrize(("kind", "beams"), [("GPT-2", 1), ("T5", 3)])
+@compared(lambda kind: build(kind))
+def test_text_generation_between_steps(model, optimizer, kind, beams):
+    history = []
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "pad_token_id": 0}
+    for number in range(2):
+        history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
+        torch.manual_seed(number)
+        tokens = model.eval().generate(prompt, do_sample=False, num_beams=beams, **options)
+        history.append({"tokens": tokens})
+    return history
 
 
 # ---------------------------------------------------------------------- averages and vectors
@@ -104,7 +156,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("average", "overlap"), in_turn(AVERAGES, ["commit", "eager"]))
-@compared(overlaps=[])
+@compared()
 def test_an_average_of_the_weights(model, optimizer, average):
     averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
     history = []
@@ -115,19 +167,6 @@ def test_an_average_of_the_weights(model, optimizer, average):
             history.append({"averaged": loss(averaged, number).clone()})
     assert all(type(p) is nn.Parameter for p in averaged.parameters())
     return [*history, weights(averaged)]
-
-
-@compared(overlaps=["commit", "eager"])
-def test_all_weights_as_a_vector(model, optimizer):
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        with torch.no_grad():
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            history.append({"vector": vector.clone()})
-            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
-        del vector
-    return [*history, *train(model, optimizer)]
 
 
 @compared()
@@ -143,8 +182,6 @@ def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
 
 
 # ---------------------------------------------------------------------- gradients
-
-
 @compared(optimizer_of=None)
 def test_gradients_as_values_of_a_function(model, optimizer):
     history = []
@@ -163,19 +200,17 @@ def test_gradients_as_values_of_a_function(model, optimizer):
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs of backward"])
-def test_asking_for_gradients_brings_no_weights(disk, how, monkeypatch):
-    accessed = seen_accesses(monkeypatch)
-    with streaming(disk) as engine:
-        model = net()
-        engine.attach(model)
-        value = loss(model)
-        accessed.clear()
-        if how == "grad":
-            torch.autograd.grad(value, list(model.parameters()))
-        else:
-            value.backward(inputs=list(model.parameters()))
-        assert not accessed
-        assert nearly_all_left(model)
+def test_asking_for_gradients_brings_no_weights(engine, accessed, how):
+    model = net()
+    engine.attach(model)
+    value = loss(model)
+    accessed.clear()
+    if how == "grad":
+        torch.autograd.grad(value, list(model.parameters()))
+    else:
+        value.backward(inputs=list(model.parameters()))
+    assert not accessed
+    assert nearly_all_left(model)
 
 
 @compared(optimizer_of=None)
@@ -208,32 +243,23 @@ def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.T
     return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
 
 
-PENALTIES = [
-    _penalty_on_the_gradient_of_the_input,
-    _penalty_on_the_gradients_of_the_weights,
-]
+PENALTIES = [_penalty_on_the_gradient_of_the_input, _penalty_on_the_gradients_of_the_weights]
 
 
-@pytest.mark.parametrize(("penalty", "overlap"), in_turn(PENALTIES, THAT_KEEP_GRADIENTS))
-@compared(overlaps=[])
+@pytest.mark.parametrize(("penalty", "overlap"), in_turn(PENALTIES, ["commit", "off"]))
+@compared()
 def test_penalties(model, optimizer, penalty):
     return train(model, optimizer, loss_of=penalty, look=gradients)
 
 
-def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk):
-    with streaming(disk) as engine:
-        model, plain = net(), net()
-        engine.attach(model)
-        for each in (model, plain):
-            optimizer = adamw(each)
-            for number in range(3):
-                value = loss(each, number) + 0.1 * sum(p.pow(2).sum() for p in each.parameters())
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del value
-        with torch.no_grad():
-            for number in range(2):
-                loss(model, number)
-        assert nearly_all_left(model), "a penalty of long ago holds them"
-        assert_same_bits(weights(model), weights(plain))
+@compared(optimizer_of=None)
+def test_an_own_optimizer_that_is_not_attached_lets_weights_go(model, optimizer, engine):
+    def penalized(model: Any, number: int) -> torch.Tensor:
+        return loss(model, number) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+    history = train(model, adamw(model), loss_of=penalized)
+    with torch.no_grad():
+        for number in range(2):
+            loss(model, number)
+    assert engine is None or nearly_all_left(model), "a penalty of long ago holds them"
+    return history

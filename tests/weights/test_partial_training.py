@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from offload_strategy.weights.guarded_parameter import GuardedParameter
+from offload_strategy import OffloadEngine
+from tests.activations.support import noise
+from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build, loss_of
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    assert_same_history,
-    gradients,
-    in_turn,
-    weights,
-)
+from tests.training import Numbers, assert_same_bits, attached, gradients, in_turn, weights
 from tests.weights.support import (
     OVERLAPS,
     Net,
-    adamw,
+    adamw_of_trained,
     away,
-    compare,
     compared,
     net,
-    overlapping,
-    same,
-    streaming,
+    the_same,
     train,
     zoo_loss,
 )
@@ -57,92 +46,63 @@ def lora(kind: str, **options: Any) -> LoraConfig:
     )
 
 
-def adapted(kind: str, reentrant: bool | None = None) -> Any:
-    """A model with adapters, the same every time."""
-    model = build(kind, reentrant)
-    torch.manual_seed(1)
-    return get_peft_model(model, lora(kind)).train()
-
-
-def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
-
-
 def fit(model: Any, optimizer: Any, kind: str, steps: int = 3, **options: Any) -> list[Numbers]:
     return train(model, optimizer, steps, loss_of=zoo_loss(kind), **options)
 
 
 # ---------------------------------------------------------------------- adapters
 @pytest.mark.parametrize(
-    ("kind", "overlap", "min_size", "reentrant", "activations"),
+    ("kind", "overlap", "parameters", "reentrant", "activations"),
     in_turn(
         [*KINDS] * 4,
         [*OVERLAPS, "in memory"],
-        SIZES * 2 + [1],
+        [{"min_size": size} for size in SIZES * 2 + [1]],
         [None, True, False],
         [True, False, False],
     ),
 )
+@the_same
 def test_adapters_train_the_same_and_are_merged_the_same(
-    disk: Path, kind: str, overlap: str, min_size: int, reentrant: bool | None, activations: bool
-) -> None:
-    def make() -> Any:
-        model = adapted(kind, reentrant)
-        if reentrant is not None:
-            model.enable_input_require_grads()
-        return model
-
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = fit(model, optimizer, kind)
-        merged = model.merge_and_unload().eval()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            history.append({"loss": loss_of(merged, batch(kind, 7)).clone()})
-        return [*history, weights(merged)]
-
-    sections = {"activations": {"enabled": activations}, **overlapping(overlap)}
-    parameters = {"enabled": True, "min_size": min_size}
-    compare(disk, use, make, adamw_of_trained, **sections, parameters=parameters)
-
-
-def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path) -> None:
-    def merge(attach: Callable[..., Any]) -> list[Numbers]:
-        model = adapted("GPT-2")
-        optimizer = attach(model, adamw_of_trained(model))
-        fit(model, optimizer, "GPT-2", steps=2)
-        merged = model.merge_and_unload().eval()
-        optimizer.zero_grad()
-        del model, optimizer
-        gc.collect()
-        with torch.no_grad():
-            return [{"loss": loss_of(merged, batch("GPT-2", 7)).clone()}]
-
-    same(disk, merge)
+    engine: OffloadEngine | None, kind: str, reentrant: bool | None
+) -> Any:
+    """The merged model computes when the one with adapters is gone."""
+    base = build(kind, reentrant)
+    torch.manual_seed(1)
+    model: Any = get_peft_model(base, lora(kind)).train()
+    if reentrant is not None:
+        model.enable_input_require_grads()
+    optimizer = attached(engine, model, adamw_of_trained(model))
+    assert engine is None or away(model)
+    history = fit(model, optimizer, kind)
+    merged = model.merge_and_unload().eval()
+    optimizer.zero_grad()
+    del base, model, optimizer
+    gc.collect()
+    with torch.no_grad():
+        history.append({"loss": loss_of(merged, batch(kind, 7)).clone()})
+    return history, merged
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("GPT-2", "commit"), ("Llama", "off")])
+@the_same
 def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(
-    disk: Path, tmp_path: Path, kind: str, overlap: str
-) -> None:
-    def adapt(attach: Callable[..., Any]) -> list[Numbers]:
-        base = build(kind)
-        attach(base)
-        torch.manual_seed(1)
-        model: Any = get_peft_model(base, lora(kind)).train()
-        history = fit(model, attach(None, adamw_of_trained(model)), kind, steps=3)
-        model.save_pretrained(tmp_path / "adapters")
-        loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
-        assert_same_bits(weights(loaded), weights(model))
-        return [*history, weights(model)]
-
-    same(disk, adapt, **overlapping(overlap))
+    engine: OffloadEngine | None, kind: str, tmp_path: Path
+) -> Any:
+    base = build(kind)
+    if engine is not None:
+        engine.attach(base)
+    torch.manual_seed(1)
+    model: Any = get_peft_model(base, lora(kind)).train()
+    history = fit(model, attached(engine, None, adamw_of_trained(model)), kind)
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
+    assert_same_bits(weights(loaded), weights(model))
+    return history, model
 
 
 # ---------------------------------------------------------------------- parts
-
-
 @pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
-@compared(lambda kind: build(kind), overlaps=[])
+@compared(lambda kind: build(kind))
 def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
     history = []
     for number in range(5):
@@ -153,121 +113,35 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
     return history
 
 
-# ---------------------------------------------------------------------- other weights
-class Quantised(nn.Module):
-    """A frozen layer whose weight is narrow, and a trained one beside it."""
-
-    def __init__(self, dtype: torch.dtype, width: int = 8) -> None:
-        super().__init__()
-        wide = torch.randn(width, width)
-        self.scale = nn.Parameter(wide.abs().amax(1, keepdim=True) / 127, requires_grad=False)
-        narrow = wide / self.scale
-        if dtype in (torch.uint8, torch.bool):
-            narrow = narrow.relu()
-        self.weight = nn.Parameter(narrow.round().to(dtype), requires_grad=False)
-        self.delta = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = F.linear(x, self.weight.to(x.dtype) * self.scale)
-        change: torch.Tensor = self.delta(x).tanh()
-        return output + change
-
-
-NARROW = [torch.int8, torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-@compared(lambda dtype: net(lambda: Net(lambda: Quantised(dtype))), adamw_of_trained)
-def test_weights_that_are_not_of_floating_point_come_back_as_they_were(model, optimizer, dtype):
-    names = [f"blocks.{number}.weight" for number in range(3)]
-    history = train(model, optimizer)
-    assert [model.get_parameter(name).dtype for name in names] == [dtype] * 3
-    assert not away(model) or len(set(names) & set(away(model))) >= 2
-    return history
-
-
-class Tagged(nn.Parameter):
-    """What libraries make of quantised weights: a class of its own, with attributes."""
-
-    tag = ""
-
-
-def tagged() -> Any:
-    model = net()
-    for block in model.blocks:
-        block.up.weight = Tagged(block.up.weight.detach())
-    for name, parameter in model.named_parameters():
-        parameter.tag = name
-    return model
-
-
-@compared(tagged, overlaps=["commit", "eager"])
-def test_parameters_keep_their_identity_and_what_was_hung_on_them(model, optimizer):
-    """Those of other classes stay in memory, besides."""
-    before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    history = train(model, optimizer)
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
-    assert all(parameter.tag == name for name, parameter in model.named_parameters())
-    assert all(type(block.up.weight) is Tagged for block in model.blocks)
-    assert not {f"blocks.{number}.up.weight" for number in range(3)} & set(away(model))
-    return history
-
-
-def test_two_engines_in_turn_leave_plain_parameters(disk: Path) -> None:
-    plain, model = net(), net()
-    expected = train(plain, adamw(plain), 4)
-    history, own = [], adamw(model)
-    for number in range(2):
-        with streaming(disk, optimizer={"enabled": False}) as engine:
-            optimizer = engine.attach(model, own)
-            assert any(type(p) is GuardedParameter for p in model.parameters())
-            history += train(model, optimizer, 2, first=2 * number)
-        assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert_same_history([*history, weights(model)], [*expected, weights(plain)])
-
-
-# ---------------------------------------------------------------------- recomputed regions
 class Product(nn.Module):
     """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.zeros(16))
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.bias, x, self.weight).tanh()
 
 
-@pytest.mark.parametrize("trained", ["bias", "0.weight", "blocks.3"])
-def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(
-    disk: Path, trained: str
-) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(Product(), Product()) for _ in range(4))
-            for name, parameter in self.named_parameters():
-                parameter.requires_grad_(trained in name)
+def _recomputed(trained: str) -> Any:
+    def block() -> nn.Module:
+        return nn.Sequential(Product(), Product())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
+    model = net(lambda: Net(block, around=WAYS["non-reentrant"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    return model
 
-    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Numbers]:
-        history = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            x = torch.ones(2, 16, requires_grad=True)
-            model(x).sum().backward()
-            assert x.grad is not None
-            history.append({"input": x.grad, **gradients(model)})
-            optimizer.step()
-        return history
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Model()
-
-    parameters = {"enabled": True, "min_size": 1}
-    compare(disk, use, make, adamw_of_trained, **overlapping("off"), parameters=parameters)
+@pytest.mark.parametrize(("trained", "overlap"), in_turn(["bias", "0.weight", "blocks.2"], ["off"]))
+@compared(_recomputed, adamw_of_trained)
+def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(model, optimizer):
+    history = []
+    for number in range(2):
+        optimizer.zero_grad()
+        x = noise(2, 8, seed=number).requires_grad_()
+        model.features(x).sum().backward()
+        history.append({"input": x.grad, **gradients(model)})
+        optimizer.step()
+    return history
