@@ -70,16 +70,16 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     del made.pool
 
 
-def test_buffers_stay_where_backward_needs_more_than_forward(process: Process) -> None:
-    first, *peaks = process.passes(6, forward=20 * MiB, backward=200 * MiB)
-    assert max(peaks) <= first + 8 * MiB
+@pytest.mark.parametrize(
+    ("forward", "more", "stays"), [(20, 8, 180), (300, 4, 0)], ids=["of backward", "of forward"]
+)
+def test_buffers_stay_where_backward_has_the_peak(
+    process: Process, forward: int, more: int, stays: int
+) -> None:
+    first, *peaks = process.passes(6, forward=forward * MiB, backward=200 * MiB)
+    assert max(peaks) <= first + more * MiB
     process.pool.pass_begins()
-    assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
-
-
-def test_buffers_go_where_forward_needs_more_than_backward(process: Process) -> None:
-    first, *peaks = process.passes(6, forward=300 * MiB, backward=200 * MiB)
-    assert max(peaks) <= first + 4 * MiB
+    assert process.held() >= stays * MiB, "nothing had to be mapped anew"
 
 
 def test_room_is_left_for_what_is_made_while_nobody_looks(process: Process) -> None:

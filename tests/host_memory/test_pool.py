@@ -80,19 +80,6 @@ def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
     assert acquire(pool, 8 * KiB).data_ptr() == address
 
 
-def test_nothing_is_lent_beyond_the_budget_unless_it_must_be() -> None:
-    pool = BufferPool(1 * MiB)
-    first = acquire(pool, 1 * MiB)
-    assert pool.acquire(1) is None
-    beyond = acquire(pool, 1 * MiB, beyond_budget=True)
-    assert pool.usage().held_bytes == 2 * MiB
-    del first
-    assert pool.acquire(1) is None  # still one whole budget in use
-    assert pool.usage().held_bytes == 1 * MiB
-    del beyond
-    assert acquire(pool, 1).numel() == 1
-
-
 def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
     pool = BufferPool(1 * MiB)
     larger = acquire(pool, 17 * PAGE_BYTES)

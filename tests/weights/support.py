@@ -64,8 +64,7 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.rand(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        change: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
-        return x + self.gain * change
+        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -90,8 +89,7 @@ class Net(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.features(x) * self.scale)
-        return output
+        return self.head(self.features(x) * self.scale)
 
 
 def net(of: Callable[[], nn.Module] = Net) -> Any:
@@ -116,8 +114,7 @@ def loss(model: Any, number: int = 0) -> torch.Tensor:
     """Of a batch that is the same for the same number, in the model's precision."""
     torch.manual_seed(1000 + number)
     dtype = next(model.parameters()).dtype
-    value: torch.Tensor = model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
-    return value
+    return model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
 
 
 def step(
@@ -154,8 +151,7 @@ def zoo_loss(kind: str) -> Callable[[Any, int], torch.Tensor]:
 
     def forward(model: Any, number: int) -> torch.Tensor:
         torch.manual_seed(number)
-        value: torch.Tensor = loss_of(model, batch(kind, number))
-        return value
+        return loss_of(model, batch(kind, number))
 
     return forward
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.optim import swa_utils
 
-from offload_strategy import OffloadEngine
 from tests.activations.support import noise
 from tests.activations.zoo import build
-from tests.training import assert_same_bits, attached, bits, gradients, in_turn, on_disk, weights
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    attached,
+    bits,
+    gradients,
+    in_turn,
+    on_disk,
+    weights,
+)
 from tests.weights.support import (
     OVERLAPS,
     Block,
@@ -35,20 +46,43 @@ from tests.weights.support import (
 
 
 # ---------------------------------------------------------------------- copies, files, precision
-@compared()
-def test_a_copy_goes_its_own_way(model, optimizer):
+def _saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def tied_and_tagged() -> Any:
+    model = net()
+    model.head.weight = model.stem.weight
+    for name, parameter in model.named_parameters():
+        parameter.tag = name
+    return model
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _saved, _pickled])
+@compared(tied_and_tagged)
+def test_a_copy_goes_its_own_way(model, optimizer, copied):
     history = train(model, optimizer)
     value = loss(model)
-    twin = copy.deepcopy(model)  # in the middle of a step
+    twin = copied(model)  # in the middle of a step
     value.backward()
-    other = copy.deepcopy(model)
+    other = copied(model)
     optimizer.step()
     optimizer.zero_grad()
-    history += [weights(other), *train(twin, adamw(twin)), weights(twin)]
     assert all_plain(twin)
+    assert twin.head.weight is twin.stem.weight
+    if copied is not copy.deepcopy:
+        assert all(p.tag == name for name, p in twin.named_parameters())
+    history += [weights(other), *train(twin, adamw(twin)), weights(twin)]
     shallow = copy.copy(model)
     assert all(a is b for a, b in zip(shallow.parameters(), model.parameters(), strict=True))
-    history.append({"one": copy.deepcopy(model.head.weight).detach().clone()})
+    history.append({"one": copied(model.head.weight).detach().clone()})
     return [*history, *train(model, optimizer)]
 
 
@@ -109,32 +143,6 @@ def test_a_state_dict_that_is_assigned(model, optimizer, engine, watched):
     return [*history, *train(model, adamw(model))]
 
 
-@pytest.mark.parametrize("way", ["torch.save", "pickle"])
-@compared()
-def test_a_model_that_is_pickled(model, optimizer, way, tmp_path):
-    for name, parameter in model.named_parameters():
-        parameter.tag = name
-    history = train(model, optimizer)
-    if way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, tmp_path / "model.pt")
-        twin = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert all_plain(twin)
-    assert all(p.tag == name for name, p in twin.named_parameters())
-    history += [weights(twin), *train(twin, adamw(twin))]
-    return [*history, *train(model, optimizer)]
-
-
-@compared(lambda: build("GPT-2"), optimizer_of=None)
-def test_tied_weights_are_tied_in_copies_and_files(model, optimizer, tmp_path):
-    torch.save(model, tmp_path / "model.pt")
-    twins = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
-    for twin in twins:
-        assert twin.lm_head.weight is twin.transformer.wte.weight
-    return map(weights, twins)
-
-
 @pytest.mark.parametrize("kind", ["GPT-2", "T5"])
 def test_safetensors_and_transformers_save_what_they_would_have_saved(engine, tmp_path, kind):
     for way in ("plain", "streamed"):
@@ -162,7 +170,7 @@ def test_weights_that_have_the_same_bytes_and_are_two(model, optimizer):
     return [*history, *train(model, optimizer)]
 
 
-def test_a_weight_outlives_its_model(engine: OffloadEngine) -> None:
+def test_a_weight_outlives_its_model(engine):
     model, twin = net(), net()
     engine.attach(model)
     weight, block = model.blocks[1].up.weight, model.blocks[2]
@@ -176,7 +184,7 @@ def test_a_weight_outlives_its_model(engine: OffloadEngine) -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 @the_same
-def test_a_graph_outlives_its_model(engine: OffloadEngine | None, trained: bool) -> Any:
+def test_a_graph_outlives_its_model(engine, trained):
     model = net().requires_grad_(trained)
     if engine is not None:
         engine.attach(model)
@@ -189,9 +197,7 @@ def test_a_graph_outlives_its_model(engine: OffloadEngine | None, trained: bool)
 
 
 @pytest.mark.parametrize("way", ["tensor", "as_tensor", "asarray", "stand-in"])
-def test_what_gets_past_torch_functions_never_finds_plausible_numbers(
-    engine: OffloadEngine, way: str
-) -> None:
+def test_what_gets_past_torch_functions_never_finds_plausible_numbers(engine, way):
     """The values, or else NaN; and what is written there is refused, or harms no other weight."""
     model, expected = net(), weights(net())
     engine.attach(model)
@@ -292,17 +298,32 @@ def _through_a_storage(model: Any) -> None:
 
 
 def _through_a_vector(model: Any) -> None:
+    """One storage has all weights then, and each weight counts its changes for itself."""
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+        for number, parameter in enumerate(model.parameters()):
+            for _ in range(number):
+                parameter.mul_(0.99)
 
 
-CHANGES = {
+def _average(model: Any) -> Numbers:
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            model.scale.mul_(0.5)
+    assert all_plain(averaged)
+    with torch.no_grad():
+        return {"loss": loss(averaged), **weights(averaged)}
+
+
+CHANGES: dict[str, Callable[[Any], Numbers | None]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
         _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialize,
         _through_numpy_and_dlpack, _in_place, _data_set, _through_a_view_that_was_kept,
-        _through_a_storage, _through_a_vector,
+        _through_a_storage, _through_a_vector, _average,
     )
 }  # fmt: skip
 
@@ -312,12 +333,12 @@ CHANGES = {
 )
 @compared()
 def test_changes_between_steps(model, optimizer, engine, change, from_disk):
-    history = []
+    history: list[Numbers] = []
     for number in range(4):
         if number in (1, 3):
             if from_disk and engine is not None:
                 on_disk(engine)
-            CHANGES[change](model)
+            history.append(CHANGES[change](model) or {})
         if len(model.blocks):
             history.append(step(model, optimizer, number))
     return history

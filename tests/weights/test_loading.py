@@ -17,7 +17,6 @@ from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
-from offload_strategy.weights.streamed_weight import StreamedWeight
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
 from tests.weights.support import (
@@ -68,12 +67,8 @@ def layers(width: int = 4) -> nn.Module:
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "ViT", "Mixtral"])
 @pytest.mark.parametrize("pretrained", [False, True], ids=["built", "from_pretrained"])
 def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
-    engine: OffloadEngine,
-    accessed: list[StreamedWeight],
-    folder: Path,
-    kind: str,
-    pretrained: bool,
-) -> None:
+    engine, accessed, folder, kind, pretrained
+):
     plain = saved(kind, folder) if pretrained else build(kind)
     with engine.building():
         model = type(plain).from_pretrained(folder) if pretrained else build(kind)
@@ -87,7 +82,7 @@ def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
 
 
 @pytest.mark.parametrize("overlap", ["eager"])
-def test_a_model_on_the_meta_device_is_filled_module_by_module(engine: OffloadEngine) -> None:
+def test_a_model_on_the_meta_device_is_filled_module_by_module(engine):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(layers(8), nn.LayerNorm(8)) for _ in range(4)))
     engine.attach(model, torch.optim.AdamW(model.parameters()))
@@ -98,7 +93,7 @@ def test_a_model_on_the_meta_device_is_filled_module_by_module(engine: OffloadEn
     assert all(bool(value.isfinite().all()) for value in weights(model).values())
 
 
-def test_a_module_that_cannot_fill_itself_is_named(engine: OffloadEngine) -> None:
+def test_a_module_that_cannot_fill_itself_is_named(engine):
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,8 +107,8 @@ def test_a_module_that_cannot_fill_itself_is_named(engine: OffloadEngine) -> Non
 
 @pytest.mark.parametrize("doing", ["attach", "load_weights"])
 def test_tiers_that_are_too_small_are_refused_before_anything_moves(
-    disk: Path, tmp_path: Path, doing: str, sections: dict[str, Any]
-) -> None:
+    disk, tmp_path, doing, sections
+):
     config = settings(disk, **sections)
     config["tiers"][0]["capacity"] = "64KiB"
     model = layers(100)
@@ -130,9 +125,7 @@ def test_tiers_that_are_too_small_are_refused_before_anything_moves(
 @pytest.mark.parametrize(
     ("kind", "shard_bytes"), [("GPT-2", 1), ("Llama", 4096), ("T5", 4096), ("GPT-2", 1 << 30)]
 )
-def test_saved_weights_load_into_transformers(
-    engine: OffloadEngine, folder: Path, kind: str, shard_bytes: int
-) -> None:
+def test_saved_weights_load_into_transformers(engine, folder, kind, shard_bytes):
     killed = folder / ".model.partial"
     killed.mkdir(parents=True)
     (killed / "half").touch()
@@ -152,9 +145,7 @@ def test_saved_weights_load_into_transformers(
 @pytest.mark.parametrize(
     ("kind", "overlap", "adopt"), [("GPT-2", "eager", True), ("Llama", "commit", False)]
 )
-def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
-    engine: OffloadEngine, folder: Path, kind: str, adopt: bool
-) -> None:
+def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(engine, folder, kind, adopt):
     plain, model = saved(kind, folder), empty(kind)
     engine.load_weights(model, folder, adopt=adopt)
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -168,8 +159,8 @@ def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
 
 @WAYS
 def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_with_it(
-    engine: OffloadEngine, folder: Path, adopt: bool
-) -> None:
+    engine, folder, adopt
+):
     plain, model = saved("GPT-2", folder), build("GPT-2")
     engine.attach(model)
     loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now
@@ -185,9 +176,7 @@ def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_wit
 
 
 @pytest.mark.parametrize("overlap", ["eager"])
-def test_adopted_weights_that_are_frozen_are_never_written(
-    engine: OffloadEngine, folder: Path
-) -> None:
+def test_adopted_weights_that_are_frozen_are_never_written(engine, folder):
     saved("Llama", folder)
     model = empty("Llama").requires_grad_(False)
     head = model.lm_head.weight.requires_grad_(True)
@@ -198,7 +187,7 @@ def test_adopted_weights_that_are_frozen_are_never_written(
     assert moved(engine, "parameters") <= 3 * head.nbytes
 
 
-def test_adopted_files_may_go_and_be_replaced(engine: OffloadEngine, folder: Path) -> None:
+def test_adopted_files_may_go_and_be_replaced(engine, folder):
     expected = weights(saved("GPT-2", folder, shard="1GB"))
     model = empty("GPT-2")
     engine.load_weights(model, folder, adopt=True)
@@ -209,7 +198,7 @@ def test_adopted_files_may_go_and_be_replaced(engine: OffloadEngine, folder: Pat
     assert_same_bits(weights(model), expected)
 
 
-def test_adopted_files_that_are_written_to_are_an_error(disk: Path, folder: Path) -> None:
+def test_adopted_files_that_are_written_to_are_an_error(disk, folder):
     saved("GPT-2", folder, shard="1GB")
     model = empty("GPT-2")
     engine = streaming(disk)
@@ -228,9 +217,7 @@ def test_adopted_files_that_are_written_to_are_an_error(disk: Path, folder: Path
 
 
 @WAYS
-def test_values_of_another_dtype_are_converted(
-    engine: OffloadEngine, folder: Path, adopt: bool
-) -> None:
+def test_values_of_another_dtype_are_converted(engine, folder, adopt):
     saved("GPT-2", folder, shard="1GB")
     narrow = {n: t.bfloat16() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(narrow, folder / "model.safetensors")
@@ -244,7 +231,7 @@ def test_values_of_another_dtype_are_converted(
     assert all(value.dtype == torch.float32 for value in got.values())
 
 
-def test_without_streaming_it_is_loaded_all_the_same(disk: Path, folder: Path) -> None:
+def test_without_streaming_it_is_loaded_all_the_same(disk, folder):
     expected = weights(saved("BERT", folder))
     with OffloadEngine(settings(disk)) as engine:
         for model in (empty("BERT"), build("BERT")):
@@ -254,7 +241,7 @@ def test_without_streaming_it_is_loaded_all_the_same(disk: Path, folder: Path) -
             engine.load_weights(build("BERT"), folder, adopt=True)
 
 
-def test_buffers_are_loaded(engine: OffloadEngine, tmp_path: Path) -> None:
+def test_buffers_are_loaded(engine, tmp_path):
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
 
@@ -321,9 +308,7 @@ REFUSED: list[tuple[Callable[[Path], object], bool, str]] = [
 
 
 @pytest.mark.parametrize(("change", "named", "message"), REFUSED)
-def test_a_file_that_is_refused_changes_nothing(
-    engine: OffloadEngine, file: Path, change: Any, named: bool, message: str
-) -> None:
+def test_a_file_that_is_refused_changes_nothing(engine, file, change, named, message):
     change(file)
     model = layers()
     before = weights(model)
@@ -333,7 +318,7 @@ def test_a_file_that_is_refused_changes_nothing(
     assert_same_bits(weights(model), before)
 
 
-def test_other_names_may_be_allowed(engine: OffloadEngine, file: Path) -> None:
+def test_other_names_may_be_allowed(engine, file):
     _rename(file)
     found = engine.load_weights(layers(), file, strict=False)
     assert found.missing == ["1.weight"]
@@ -344,9 +329,7 @@ def test_other_names_may_be_allowed(engine: OffloadEngine, file: Path) -> None:
         engine.load_weights(model, file, strict=False)
 
 
-def test_names_that_transformers_translates_are_refused(
-    engine: OffloadEngine, folder: Path
-) -> None:
+def test_names_that_transformers_translates_are_refused(engine, folder):
     saved("ViT", folder)
     with pytest.raises(ConfigError, match="from_pretrained within"):
         engine.load_weights(empty("ViT"), folder)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from offload_strategy import OffloadEngine
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import ZOO, build
@@ -214,22 +213,18 @@ def parametrized(model: Any, way: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(
-    ("way", "overlap"),
-    in_turn(["spectral norm", "the weight itself", "weight norm of old", "pruned"], ["off"]),
+    "way", ["spectral norm", "the weight itself", "symmetric", "weight norm of old", "pruned"]
 )
 @compared()
-def test_weights_that_are_parametrized_when_they_are_streamed(model, optimizer, way):
+def test_parametrizations_come_are_cached_and_are_removed(model, optimizer, way):
     history = train(model, optimizer)
     parametrized(model, way)
-    return [*history, *train(model, optimizer)]
-
-
-@compared(lambda: parametrized(net(), "symmetric"))
-def test_parametrizations_are_cached_and_removed(model, optimizer):
     with parametrize.cached():
-        history = train(model, optimizer, 1)
+        history += train(model, optimizer, 1)
+    history += train(model, optimizer, 1)
     for layer in (*(block.up for block in model.blocks), model.head):
-        parametrize.remove_parametrizations(layer, "weight")
+        if parametrize.is_parametrized(layer):
+            parametrize.remove_parametrizations(layer, "weight")
     return [*history, *train(model, optimizer)]
 
 
@@ -265,32 +260,32 @@ def test_models_of_every_form(model, optimizer):
     [("eager", True), ("off", True), ("commit", False)],
 )
 @the_same
-def test_two_models_against_each_other(engine: OffloadEngine | None, toggle: bool) -> Any:
+def test_two_models_against_each_other(engine, toggle):
     generator, critic = net(), net()
     makers = attached(engine, generator, adamw(generator))
     judges = attached(engine, critic, adamw(critic))
+
+    def judged(critic: Any, number: int) -> torch.Tensor:
+        made = generator(noise(4, 8, seed=number)).detach()
+        return critic(made).mean() - critic(noise(4, 8, seed=50 + number)).mean()
+
+    def made(generator: Any, number: int) -> torch.Tensor:
+        return -critic(generator(noise(4, 8, seed=number))).mean()
+
     history = []
     for number in range(3):
         critic.requires_grad_(True)
         judges.zero_grad()
-        made = generator(noise(4, 8, seed=number)).detach()
-        judged = critic(made).mean() - critic(noise(4, 8, seed=50 + number)).mean()
-        judged.backward()
-        judges.step()
-        if toggle:
-            critic.requires_grad_(False)
-        makers.zero_grad()
-        value = -critic(generator(noise(4, 8, seed=number))).mean()
-        value.backward()
-        makers.step()
-        history.append({"judged": judged.detach().clone(), "made": value.detach().clone()})
+        history.append(step(critic, judges, number, judged))
+        critic.requires_grad_(not toggle)
+        history.append(step(generator, makers, number, made))
     judges.zero_grad()
     return history, generator, critic
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager"])
 @the_same
-def test_two_models_that_share_a_part(engine: OffloadEngine | None) -> Any:
+def test_two_models_that_share_a_part_until_one_is_detached(engine):
     first, second = net(), net()
     second.blocks[0] = first.blocks[0]
     second.head.weight = first.head.weight
@@ -304,19 +299,11 @@ def test_two_models_that_share_a_part(engine: OffloadEngine | None) -> Any:
     def loss_of(_: Any, number: int) -> torch.Tensor:
         return loss(first, number) + loss(second, number)
 
-    return train(both, optimizer, loss_of=loss_of), both
-
-
-@the_same
-def test_one_of_two_models_that_share_a_part_is_detached(engine: OffloadEngine | None) -> Any:
-    first, second = net(), net()
-    second.blocks[0] = first.blocks[0]
+    history = train(both, optimizer, loss_of=loss_of)
     if engine is not None:
-        engine.attach(first)
-        engine.attach(second)
         engine.detach_model(first)
     assert all(bool(torch.isfinite(p).all()) for p in first.parameters())
-    return [step(second, None)], first, second
+    return [*history, step(second, optimizer)], both
 
 
 # ---------------------------------------------------------------------- weights of other classes

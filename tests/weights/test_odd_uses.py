@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import swa_utils
 
 from tests.activations.support import noise
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import build
-from tests.training import Numbers, gradients, in_turn, weights
+from tests.training import Numbers, bits, gradients, in_turn
 from tests.weights.support import (
     adamw,
+    away,
     compared,
     loss,
     nearly_all_left,
@@ -25,6 +25,52 @@ from tests.weights.support import (
     train,
     zoo_loss,
 )
+
+
+# ---------------------------------------------------------------------- looks
+class Subclass(torch.Tensor):
+    """Of a user."""
+
+
+LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+    "no bytes": lambda p: (p.shape, p.stride(), p.dtype, p.numel(), len(p), p.requires_grad, p.grad),
+    "repr": repr,
+    "format": lambda p: f"{p} {p.sum():.3f} {p.shape}",
+    "array": lambda p: p.detach().numpy().tobytes(),
+    "sum": lambda p: float(p.sum()),
+    "item": lambda p: p.reshape(-1)[0].item(),
+    "finite": lambda p: bool(torch.isfinite(p).all()),
+    "rows": lambda p: [bits(row) for row in p],
+    "stacked": lambda p: bits(torch.stack([p, p * 2])),
+    "type": lambda p: (p.type(), p.is_leaf, p.is_cpu, p.device, p.layout, p.nbytes, p.data.shape),
+    "form": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset(), p.dim_order()),
+    "storage": lambda p: p.untyped_storage().nbytes(),
+    "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), bool(p.grad)),
+    "new": lambda p: (p.new_zeros(2).dtype, torch.empty_like(p).shape, type(torch.zeros_like(p))),
+    "to": lambda p: (type(p.to(torch.float64)), bits(p.double()), bits(p.cpu()), p.cpu() is p),
+    "clone": lambda p: (type(p.clone()), bits(p.clone()), type(p.detach()), type(p.data)),
+    "hash": lambda p: (p in {p: 1}, {p: 1}[p], any(p is q for q in [p])),
+    "as another class": lambda p: bits(p.as_subclass(Subclass).as_subclass(torch.Tensor)),
+    "wrapped again": lambda p: (type(nn.Parameter(p)), bits(nn.Parameter(p, False))),
+    "detached in place": lambda p: bits(p.detach().detach_()),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_room")  # each look brings each weight
+def test_looking_at_a_weight(engine):
+    plain, model = net(), net()
+    train(plain, adamw(plain))
+    optimizer = engine.attach(model, adamw(model))
+    train(model, optimizer)
+    for name, look in LOOKS.items():
+        before = away(model)
+        assert before
+        for (of, streamed), expected in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            assert look(streamed) == look(expected), f"{name} of {of}"
+        assert name != "no bytes" or away(model) == before
+    assert repr(model) == repr(plain)
 
 
 # ---------------------------------------------------------------------- calls of other kinds
@@ -41,12 +87,12 @@ def test_transforms(model, optimizer, transform):
 
 def _kept(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-        return model.features(x)  # type: ignore[no-any-return]
+        return model.features(x)
 
 
 def _on_the_host(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
-        return model(x)  # type: ignore[no-any-return]
+        return model(x)
 
 
 CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -80,8 +126,8 @@ def test_gradients_of_a_call(model, optimizer, call):
 
 
 # ---------------------------------------------------------------------- evaluation
-def layer(**options: Any) -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
 class Encoder(nn.Module):
@@ -112,8 +158,7 @@ FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
 def test_attention_takes_the_same_fast_paths(model, optimizer):
     def loss_of(model: Any, number: int) -> torch.Tensor:
         torch.manual_seed(number)
-        value: torch.Tensor = model(noise(4, 6, 8, seed=number)).pow(2).sum()
-        return value
+        return model(noise(4, 6, 8, seed=number)).pow(2).sum()
 
     history = []
     for number in range(3):
@@ -148,55 +193,15 @@ def test_text_generation_between_steps(model, optimizer, kind, beams):
     return history
 
 
-# ---------------------------------------------------------------------- averages and vectors
-AVERAGES: dict[str, dict[str, Any]] = {
-    "equal": {},
-    "exponential, all at once": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
-}
-
-
-@pytest.mark.parametrize(("average", "overlap"), in_turn(AVERAGES, ["commit", "eager"]))
-@compared()
-def test_an_average_of_the_weights(model, optimizer, average):
-    averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        averaged.update_parameters(model)
-        with torch.no_grad():
-            history.append({"averaged": loss(averaged, number).clone()})
-    assert all(type(p) is nn.Parameter for p in averaged.parameters())
-    return [*history, weights(averaged)]
-
-
-@compared()
-def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
-    """One storage has all weights then, and each weight counts its changes for itself."""
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    nn.utils.vector_to_parameters(vector, model.parameters())
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            for _ in range(number):
-                parameter.mul_(0.99)
-    return [*train(model, optimizer), {"vector": vector}]
-
-
 # ---------------------------------------------------------------------- gradients
 @compared(optimizer_of=None)
 def test_gradients_as_values_of_a_function(model, optimizer):
-    history = []
-    for number in range(3):
-        slopes = torch.autograd.grad(loss(model, number), list(model.parameters()))
-        history.append({str(n): slope.detach().clone() for n, slope in enumerate(slopes)})
-        with torch.no_grad():
-            for parameter, slope in zip(model.parameters(), slopes, strict=True):
-                parameter -= 0.1 * slope
     inputs: Any = dict(model.named_parameters())
     if "dict[" not in str(torch.autograd.grad.__annotations__["inputs"]):  # torch before 2.12
         inputs = list(inputs.values())
     slopes = torch.autograd.grad(loss(model), inputs, materialize_grads=True)
     named = slopes.items() if isinstance(slopes, dict) else enumerate(slopes)
-    return [*history, {str(name): slope.clone() for name, slope in named}]
+    return [{str(name): slope.clone() for name, slope in named}]
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs of backward"])
@@ -233,8 +238,7 @@ def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, o
 def _penalty_on_the_gradient_of_the_input(model: Any, number: int) -> torch.Tensor:
     x = noise(4, 8, seed=number).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    value: torch.Tensor = (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
-    return value
+    return (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
 
 
 def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.Tensor:

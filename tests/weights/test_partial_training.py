@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from offload_strategy import OffloadEngine
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build, loss_of
@@ -62,9 +60,7 @@ def fit(model: Any, optimizer: Any, kind: str, steps: int = 3, **options: Any) -
     ),
 )
 @the_same
-def test_adapters_train_the_same_and_are_merged_the_same(
-    engine: OffloadEngine | None, kind: str, reentrant: bool | None
-) -> Any:
+def test_adapters_train_the_same_and_are_merged_the_same(engine, kind, reentrant):
     """The merged model computes when the one with adapters is gone."""
     base = build(kind, reentrant)
     torch.manual_seed(1)
@@ -85,9 +81,7 @@ def test_adapters_train_the_same_and_are_merged_the_same(
 
 @pytest.mark.parametrize(("kind", "overlap"), [("GPT-2", "commit"), ("Llama", "off")])
 @the_same
-def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(
-    engine: OffloadEngine | None, kind: str, tmp_path: Path
-) -> Any:
+def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engine, kind, tmp_path):
     base = build(kind)
     if engine is not None:
         engine.attach(base)
