@@ -68,15 +68,6 @@ def test_any_size_is_saved(size: int, target: Path, way: str) -> None:
     assert torch.equal(torch.load(target), values)
 
 
-def test_what_is_loaded_may_be_written_to_and_the_file_stays_as_it_is(target: Path) -> None:
-    whole = torch.randn(100, 401)
-    save([whole, whole[3]], target)
-    first, second = load(target)
-    first.zero_()
-    assert not second.any(), "views of one storage stay views of one storage"
-    assert torch.equal(load(target)[0], whole)
-
-
 def mapped(path: Path) -> bool:
     """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
@@ -106,7 +97,12 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("write", [torch.save, save], ids=["torch", "ours"])
-def test_a_file_larger_than_all_memory_is_mapped(write: Any, target: Path, too_large: None) -> None:
+@pytest.mark.parametrize("larger", [False, True], ids=["small", "larger than all memory"])
+def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
+    larger: bool, write: Any, target: Path, request: pytest.FixtureRequest
+) -> None:
+    if larger:
+        request.getfixturevalue("too_large")
     state = {**STATE, "view": STATE["weights"][3], "empty": torch.empty(0, 3)}
     state["more"] = [torch.randn(size) for size in (0, 17_000, 1, 100_000, 60_000)]
     write(state, target)
@@ -114,12 +110,14 @@ def test_a_file_larger_than_all_memory_is_mapped(write: Any, target: Path, too_l
     assert_is_state({key: load(target, None)[key] for key in STATE})
     found = load(target)
     assert mapped(target)
-    assert torch.equal(found.pop("view"), STATE["weights"][3])
+    view = found.pop("view")
+    assert torch.equal(view, STATE["weights"][3])
     assert found.pop("empty").shape == (0, 3)
     for tensor, expected in zip(found.pop("more"), state["more"], strict=True):
         assert torch.equal(tensor, expected)
     assert_is_state(found)
     found["weights"].zero_()
+    assert not view.any(), "views of one storage stay views of one storage"
     assert torch.equal(load(target)["weights"], STATE["weights"])
 
 
