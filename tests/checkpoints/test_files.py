@@ -97,7 +97,7 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("write", [torch.save, save], ids=["torch", "ours"])
-@pytest.mark.parametrize("larger", [False, True], ids=["small", "larger than all memory"])
+@pytest.mark.parametrize("larger", [False, True], ids=["fits", "larger than all memory"])
 def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
     larger: bool, write: Any, target: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
+import random
 import stat
 from itertools import pairwise
 from pathlib import Path
@@ -32,16 +32,9 @@ def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor
         return [slot.tensor() for slot in slots]
 
 
-def descriptor(name: str) -> int:
-    """Of an entry of `deleted_files`."""
-    return int(name.split(" ")[0])
-
-
-def content(name: str) -> bytes:
-    """Of the file, read by its descriptor."""
-    with mmap.mmap(-1, 3 * MiB) as page_aligned:
-        count = os.preadv(descriptor(name), [page_aligned], 0)
-        return page_aligned[:count]
+def opened(name: str) -> Path:
+    """The file of an entry of `deleted_files`."""
+    return Path("/proc/self/fd", name.split(" ")[0])
 
 
 LARGE = torch.randn(300, 401)
@@ -82,17 +75,13 @@ def test_tensors_come_back_with_their_shapes_dtypes_strides_and_bits(
 @pytest.mark.parametrize("row", [1, 7, 5000])
 def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way: str) -> None:
     rows = 200_000 // row
-    expected = torch.randn(rows, row)
-    other = torch.randn(rows, row)
-    cuts = [0, rows // 9, rows // 9 + 1, rows // 3, rows // 2, rows - 1, rows]
-    pieces = list(pairwise(cuts))
-    generator = torch.Generator().manual_seed(row)
-    order = torch.randperm(len(pieces), generator=generator).tolist()
+    expected, other = torch.randn(rows, row), torch.randn(rows, row)
+    pieces = list(pairwise([0, rows // 9, rows // 9 + 1, rows // 3, rows // 2, rows - 1, rows]))
+    random.Random(row).shuffle(pieces)
     with ScratchFile([disk]) as file:
         first = file.reserve(expected.shape, expected.dtype)
         second = file.reserve(other.shape, other.dtype)
-        for index in order:
-            begin, end = pieces[index]
+        for begin, end in pieces:
             first.fill(begin, expected[begin:end])
             second.fill(begin, other[begin:end].to(torch.bfloat16))  # and values are converted
         other = other.to(torch.bfloat16).to(torch.float32)
@@ -106,14 +95,14 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
     before = deleted_files()
     copies = filled([disk], LARGE, LARGE + 1)
     (name,) = deleted_files() - before
-    status = os.fstat(descriptor(name))
+    status = opened(name).stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
-    bytes_before = content(name)
+    bytes_before = opened(name).read_bytes()
     copies[0].zero_()
     last = copies[1].add_(1)
     assert not copies[0].any()
-    assert content(name) == bytes_before
+    assert opened(name).read_bytes() == bytes_before
     copies.clear()
     assert deleted_files() - before == {name}
     assert torch.equal(last, LARGE + 1 + 1)

@@ -270,8 +270,7 @@ def test_two_threads_infer_with_one_model(engine):
 
     def infer(number: int) -> torch.Tensor:
         with torch.no_grad():
-            output: torch.Tensor = model(batch("GPT-2", number)["input_ids"]).logits.clone()
-            return output
+            return model(batch("GPT-2", number)["input_ids"]).logits.clone()
 
     expected = [bits(infer(number)) for number in range(16)]
     engine.attach(model)

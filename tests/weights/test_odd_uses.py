@@ -286,35 +286,26 @@ def test_an_own_optimizer_that_is_not_attached_lets_weights_go(model, optimizer,
 
 
 # ---------------------------------------------------------------------- partly trained
-KINDS = ["GPT-2", "Llama"]
 TARGETS = {"GPT-2": ["c_attn", "c_fc"], "Llama": ["q_proj", "v_proj", "down_proj"]}
 
 #: With 1 KiB the adapters stay in memory, and of the frozen base all but norms and biases leaves.
-SIZES = [1, 1024]
+SIZES = [{"min_size": size} for size in (1, 1024, 1, 1024, 1)]
 
 
-def lora(kind: str, **options: Any) -> LoraConfig:
-    return LoraConfig(
-        r=2,
-        lora_alpha=4,
-        lora_dropout=0.1,
-        target_modules=TARGETS[kind],
-        fan_in_fan_out=kind == "GPT-2",
-        **options,
-    )
-
-
-def fit(model: Any, optimizer: Any, kind: str, steps: int = 3, **options: Any) -> list[Numbers]:
-    return train(model, optimizer, steps, loss_of=zoo_loss(kind), **options)
+def adapted(base: Any, kind: str) -> Any:
+    """The same adapters every time."""
+    torch.manual_seed(1)
+    options = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "target_modules": TARGETS[kind]}
+    return get_peft_model(base, LoraConfig(**options, fan_in_fan_out=kind == "GPT-2")).train()
 
 
 # ---------------------------------------------------------------------- adapters
 @pytest.mark.parametrize(
     ("kind", "overlap", "parameters", "reentrant", "activations"),
     in_turn(
-        [*KINDS] * 4,
+        [*TARGETS] * 4,
         [*OVERLAPS, "in memory"],
-        [{"min_size": size} for size in SIZES * 2 + [1]],
+        SIZES,
         [None, True, False],
         [True, False, False],
     ),
@@ -323,13 +314,12 @@ def fit(model: Any, optimizer: Any, kind: str, steps: int = 3, **options: Any) -
 def test_adapters_train_the_same_and_are_merged_the_same(engine, kind, reentrant):
     """The merged model computes when the one with adapters is gone."""
     base = build(kind, reentrant)
-    torch.manual_seed(1)
-    model: Any = get_peft_model(base, lora(kind)).train()
+    model = adapted(base, kind)
     if reentrant is not None:
         model.enable_input_require_grads()
     optimizer = attached(engine, model, adamw_of_trained(model))
     assert engine is None or away(model)
-    history = fit(model, optimizer, kind)
+    history = train(model, optimizer, loss_of=zoo_loss(kind))
     merged = model.merge_and_unload().eval()
     optimizer.zero_grad()
     del base, model, optimizer
@@ -345,9 +335,9 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engi
     base = build(kind)
     if engine is not None:
         engine.attach(base)
-    torch.manual_seed(1)
-    model: Any = get_peft_model(base, lora(kind)).train()
-    history = fit(model, attached(engine, None, adamw_of_trained(model)), kind)
+    model = adapted(base, kind)
+    optimizer = attached(engine, None, adamw_of_trained(model))
+    history = train(model, optimizer, loss_of=zoo_loss(kind))
     model.save_pretrained(tmp_path / "adapters")
     loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
     assert_same_bits(weights(loaded), weights(model))
@@ -355,7 +345,7 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engi
 
 
 # ---------------------------------------------------------------------- parts
-@pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
+@pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, TARGETS, [0, 0, 1]))
 @compared(lambda kind: build(kind))
 def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
     history = []
@@ -363,7 +353,7 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
         for name, parameter in model.named_parameters():
             if ".1." in name:
                 parameter.requires_grad_(number // 2 % 2 == first)
-        history += fit(model, optimizer, kind, 1, first=number)
+        history += train(model, optimizer, 1, first=number, loss_of=zoo_loss(kind))
     return history
 
 
