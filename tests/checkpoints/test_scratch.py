@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.machine import status_bytes
 from offload_strategy.checkpoints import ScratchFile, scratch_directories
 from offload_strategy.checkpoints import scratch_file as scratch
 from offload_strategy.config import default_directory
@@ -112,22 +111,6 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
         file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
         assert deleted_files() != before
     assert deleted_files() == before
-
-
-def test_filling_and_reading_take_no_memory_but_the_buffer(disk: Path, way: str) -> None:
-    values = torch.randn(16, MiB // 4)  # 16 MiB
-    with ScratchFile([disk]) as file:
-        slots = [file.reserve(values.shape, values.dtype) for _ in range(16)]
-        begin = status_bytes("RssAnon")
-        peak = 0
-        for number, slot in enumerate(slots):
-            slot.fill(0, values.fill_(number))
-            peak = max(peak, status_bytes("RssAnon") - begin)
-        tensors = [slot.tensor() for slot in slots]
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
-    # Comparing makes a tensor of a byte an element, one at a time.
-    peak = max(peak, status_bytes("RssAnon") - begin)
-    assert peak < 64 * MiB  # of 256
 
 
 def test_small_tensors_need_no_file(disk: Path) -> None:

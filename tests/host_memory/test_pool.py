@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -129,18 +128,6 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
     assert pool.usage().lent_bytes == 0
 
 
-def in_a_child(check: Callable[[], bool]) -> int:
-    """Fork, run `check` there, and return the wait status: 0 if it returned True."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if check() else 1)
-        finally:
-            os._exit(2)
-    return os.waitpid(child, 0)[1]
-
-
 @pytest.mark.skipif(
     not hasattr(os, "fork") or not hasattr(mmap, "MADV_DONTFORK"),
     reason="needs fork and MADV_DONTFORK",
@@ -165,7 +152,13 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes: int)
         gc.collect()
         return unseen and all(memory[:] == b"c" * (1 * MiB) for memory in own)
 
-    assert in_a_child(child) == 0
+    process = os.fork()
+    if process == 0:
+        try:
+            os._exit(0 if child() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(process, 0)[1] == 0
     assert all(bool((buffer == 5).all()) for buffer in acquired)
 
 

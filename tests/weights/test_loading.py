@@ -24,7 +24,6 @@ from tests.weights.support import (
     all_plain,
     away,
     nearly_all_left,
-    streaming,
     train,
     zoo_loss,
 )
@@ -198,10 +197,9 @@ def test_adopted_files_may_go_and_be_replaced(engine, folder):
     assert_same_bits(weights(model), expected)
 
 
-def test_adopted_files_that_are_written_to_are_an_error(disk, folder):
+def test_adopted_files_that_are_written_to_are_an_error(engine, folder):
     saved("GPT-2", folder, shard="1GB")
     model = empty("GPT-2")
-    engine = streaming(disk)
     engine.load_weights(model, folder, adopt=True)
     engine.attach(model)
     file = folder / "model.safetensors"
@@ -213,7 +211,6 @@ def test_adopted_files_that_are_written_to_are_an_error(disk, folder):
         loss_of(model, batch("GPT-2", 0))
     with pytest.raises(StorageError):
         engine.close()
-    engine.close()
 
 
 @WAYS

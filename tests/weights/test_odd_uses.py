@@ -299,15 +299,10 @@ def adapted(base: Any, kind: str) -> Any:
     return get_peft_model(base, LoraConfig(**options, fan_in_fan_out=kind == "GPT-2")).train()
 
 
-# ---------------------------------------------------------------------- adapters
 @pytest.mark.parametrize(
     ("kind", "overlap", "parameters", "reentrant", "activations"),
     in_turn(
-        [*TARGETS] * 4,
-        [*OVERLAPS, "in memory"],
-        SIZES,
-        [None, True, False],
-        [True, False, False],
+        [*TARGETS] * 4, [*OVERLAPS, "in memory"], SIZES, [None, True, False], [True, False, False]
     ),
 )
 @the_same
@@ -344,7 +339,6 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engi
     return history, model
 
 
-# ---------------------------------------------------------------------- parts
 @pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, TARGETS, [0, 0, 1]))
 @compared(lambda kind: build(kind))
 def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
