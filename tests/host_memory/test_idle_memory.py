@@ -156,6 +156,7 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
     acquire(process.pool, 20 * MiB)
     process.pool.look()
     assert process.held() == 20 * MiB
+    assert not process.pool.may_wait(0)
     process.pool.pass_begins()
     assert process.held() == 0
 

@@ -84,7 +84,8 @@ def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
 def test_a_model_on_the_meta_device_is_filled_module_by_module(engine):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(layers(8), nn.LayerNorm(8)) for _ in range(4)))
-    engine.attach(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach(model, optimizer)  # nobody keeps what it returns
     assert away(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
     model(torch.randn(2, 8)).sum().backward()
@@ -317,13 +318,16 @@ def test_a_file_that_is_refused_changes_nothing(engine, file, change, named, mes
 
 def test_other_names_may_be_allowed(engine, file):
     _rename(file)
-    found = engine.load_weights(layers(), file, strict=False)
+    model = layers()
+    found = engine.load_weights(model, file, strict=False)
     assert found.missing == ["1.weight"]
     assert found.unexpected == ["2.weight"]
     with torch.device("meta"):
-        model = layers()
+        empty = layers()
     with pytest.raises(ConfigError, match=r"'1' \(Linear\).*build"):  # half of it is there
-        engine.load_weights(model, file, strict=False)
+        engine.load_weights(empty, file, strict=False)
+    engine.close()
+    assert all_plain(model)
 
 
 def test_names_that_transformers_translates_are_refused(engine, folder):

@@ -287,20 +287,20 @@ def test_two_models_against_each_other(engine, toggle):
     makers = attached(engine, generator, adamw(generator))
     judges = attached(engine, critic, adamw(critic))
 
-    def judged(critic: Any, number: int) -> torch.Tensor:
-        made = generator(noise(4, 8, seed=number)).detach()
-        return critic(made).mean() - critic(noise(4, 8, seed=50 + number)).mean()
-
-    def made(generator: Any, number: int) -> torch.Tensor:
-        return -critic(generator(noise(4, 8, seed=number))).mean()
-
     history = []
     for number in range(3):
         critic.requires_grad_(True)
         judges.zero_grad()
-        history.append(step(critic, judges, number, judged))
+        made = generator(noise(4, 8, seed=number)).detach()
+        judged = critic(made).mean() - critic(noise(4, 8, seed=50 + number)).mean()
+        judged.backward()
+        judges.step()
         critic.requires_grad_(not toggle)
-        history.append(step(generator, makers, number, made))
+        makers.zero_grad()
+        value = -critic(generator(noise(4, 8, seed=number))).mean()
+        value.backward()  # adds to what the critic's step has used, unless that is frozen
+        makers.step()
+        history.append({"judged": judged.detach().clone(), "made": value.detach().clone()})
     judges.zero_grad()
     return history, generator, critic
 
