@@ -298,10 +298,15 @@ def _through_a_storage(model: Any) -> None:
 
 
 def _through_a_vector(model: Any) -> None:
-    """One storage has all weights then, and each weight counts its changes for itself."""
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def _through_a_vector_and_changed(model: Any) -> None:
+    """One storage has all weights then, and each weight counts its changes for itself."""
+    _through_a_vector(model)
+    with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             for _ in range(number):
                 parameter.mul_(0.99)
@@ -323,7 +328,7 @@ CHANGES: dict[str, Callable[[Any], Numbers | None]] = {
     for function in (
         _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialize,
         _through_numpy_and_dlpack, _in_place, _data_set, _through_a_view_that_was_kept,
-        _through_a_storage, _through_a_vector, _average,
+        _through_a_storage, _through_a_vector, _through_a_vector_and_changed, _average,
     )
 }  # fmt: skip
 
