@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -19,8 +21,9 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pool = BufferPool(512 * MiB)
         self.rest = _OTHER
-        self.peak = 0
+        self.freed = self.peak = 0
         monkeypatch.setattr(idle, "resident_bytes", self.resident)
+        monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: self.freed)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
 
     def resident(self) -> int:
@@ -60,24 +63,26 @@ class Process:
         return self.pool.usage().held_bytes
 
 
-def test_buffers_stay_where_backward_needs_more_than_forward(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    made = Process(monkeypatch)
+    yield made
+    del made.pool
+
+
+@pytest.mark.parametrize(
+    ("forward", "more", "stays"), [(20, 8, 180), (300, 4, 0)], ids=["of backward", "of forward"]
+)
+def test_buffers_stay_where_backward_has_the_peak(
+    process: Process, forward: int, more: int, stays: int
 ) -> None:
-    process = Process(monkeypatch)
-    first, *peaks = process.passes(6, forward=20 * MiB, backward=200 * MiB)
-    assert max(peaks) <= first + 8 * MiB
+    first, *peaks = process.passes(6, forward=forward * MiB, backward=200 * MiB)
+    assert max(peaks) <= first + more * MiB
     process.pool.pass_begins()
-    assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
+    assert process.held() >= stays * MiB, "nothing had to be mapped anew"
 
 
-def test_buffers_go_where_forward_needs_more_than_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
-    first, *peaks = process.passes(6, forward=300 * MiB, backward=200 * MiB)
-    assert max(peaks) <= first + 4 * MiB
-
-
-def test_room_is_left_for_what_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_room_is_left_for_what_is_made_while_nobody_looks(process: Process) -> None:
     sizes = {"forward": 50 * MiB, "backward": 200 * MiB, "loss": 150 * MiB}
     first, *peaks = process.passes(6, **sizes)
     assert max(peaks) <= first + 20 * MiB  # a buffer that fits into no gap
@@ -88,8 +93,7 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(monkeypatch: pytest.Mo
     assert process.held() >= 150 * MiB
 
 
-def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_a_pass_that_was_large_once_is_forgotten(process: Process) -> None:
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     peaks = process.passes(12, forward=20 * MiB, backward=100 * MiB)
     assert peaks[-1] <= _OTHER + 120 * MiB
@@ -97,29 +101,16 @@ def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch
     assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
 
 
-def test_what_is_lent_between_two_looks_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+@pytest.mark.parametrize("passes", [0, 3])
+def test_what_is_lent_between_two_looks_was_needed(process: Process, passes: int) -> None:
+    """Also if the passes before needed less."""
+    process.passes(passes, forward=20 * MiB, backward=40 * MiB)
     for _ in range(2):
         process.pool.pass_begins()
-        buffer = acquire(process.pool, 64 * MiB)
+        buffer = acquire(process.pool, 200 * MiB)
         del buffer  # given back before anybody looks again
         process.pool.look()
-        assert process.held() == 64 * MiB
-    process.pool.pass_begins()
-    assert process.held() == 64 * MiB
-
-
-def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = Process(monkeypatch)
-    process.passes(3, forward=20 * MiB, backward=40 * MiB)
-    process.pool.pass_begins()
-    buffer = acquire(process.pool, 200 * MiB)
-    process.pool.look()
-    del buffer
-    process.pool.look()
-    assert process.held() >= 200 * MiB
+        assert process.held() >= 200 * MiB
 
 
 def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +129,7 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.Mon
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
 
 
-def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_told_twice_it_is_one_pass(process: Process) -> None:
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
         process.pool.pass_begins()
@@ -148,8 +138,7 @@ def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
 
 
-def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_before_the_first_pass_nothing_is_known(process: Process) -> None:
     acquire(process.pool, 20 * MiB)
     process.pool.look(acquires=True)
     assert process.held() == 20 * MiB
@@ -161,52 +150,46 @@ def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
-    monkeypatch: pytest.MonkeyPatch,
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = Process(monkeypatch)
     monkeypatch.setattr(idle, "resident_bytes", lambda: None)
     acquire(process.pool, 20 * MiB)
     process.pool.look()
     assert process.held() == 20 * MiB
+    assert not process.pool.may_wait(0)
     process.pool.pass_begins()
     assert process.held() == 0
 
 
-def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process, freed = Process(monkeypatch), 0
-    monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: freed)
+def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process: Process) -> None:
     process.pool.pass_begins()
     assert process.pool.may_wait(_OTHER // 5 - MiB)
     assert not process.pool.may_wait(_OTHER // 5 + MiB)
     # What was freed is there for it, and counts as used no longer.
-    freed = 300 * MiB
+    process.freed = 300 * MiB
     waiting = [process.pool.count_waiting(torch.empty(100 * MiB, dtype=torch.uint8))]
     assert process.pool.may_wait(300 * MiB)
     assert not process.pool.may_wait(401 * MiB)
     # What waits is not needed itself.
-    freed = 0
+    process.freed = 0
     process.rest = _OTHER + 100 * MiB
     assert not process.pool.may_wait(1 * MiB)
     del waiting[:]
     assert process.pool.may_wait(119 * MiB)
 
 
-def test_what_waits_stays_below_the_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_what_waits_stays_below_the_limit_of_the_process(process: Process) -> None:
     process.pool.limit_process(lambda: _OTHER * 4 // 3 + MiB)
     process.pool.pass_begins()
     assert process.pool.may_wait(0)
     assert not process.pool.may_wait(2 * MiB), "three quarters are used"
-    monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: _OTHER)
+    process.freed = _OTHER
     process.pool.limit_process(lambda: _OTHER)
     process.pool.pass_begins()
     assert not process.pool.may_wait(0), "the process is as large as it may be"
 
 
-def test_idle_memory_stays_beside_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(monkeypatch)
+def test_idle_memory_stays_beside_what_waits(process: Process) -> None:
     process.passes(3, forward=300 * MiB, backward=200 * MiB)
     process.pool.pass_begins()
     process.rest = _OTHER + 300 * MiB

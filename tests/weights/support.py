@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature, signature
+from operator import call
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
-from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.guarded_parameter import GuardedParameter
-from offload_strategy.weights.streamed_weight import StreamedWeight
 from tests.activations.support import noise
-from tests.activations.test_recompute import Around
 from tests.activations.zoo import batch, loss_of
 from tests.training import Numbers, assert_same_history, settings, weights
 
 OVERLAPS = ["eager", "commit", "off"]
-#: Those with which gradients may be read after backward.
-THAT_KEEP_GRADIENTS = ["commit", "off"]
-
-
-def overlapping(overlap: str) -> dict[str, Any]:
-    """Options of the optimizer; with "in memory" its states are not offloaded."""
-    in_memory = overlap == "in memory"
-    return {"optimizer": {"enabled": False} if in_memory else {"overlap": overlap}}
 
 
 def streaming(disk: Path, **sections: Any) -> OffloadEngine:
@@ -42,20 +29,29 @@ def streaming(disk: Path, **sections: Any) -> OffloadEngine:
 
 def away(model: Any) -> list[str]:
     """Names of the weights that are not in memory."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if type(parameter) is GuardedParameter and not _is_here(parameter)
-    ]
-
-
-def _is_here(parameter: Any) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return bool(parameter.untyped_storage().nbytes() > parameter.element_size())
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if type(parameter) is GuardedParameter
+            and parameter.untyped_storage().nbytes() <= parameter.element_size()
+        ]
 
 
-Use = Callable[[Any, Any], Sequence[Numbers]]
-"""What is done with a model and its optimizer; the numbers that come of it."""
+def nearly_all_left(model: nn.Module) -> bool:
+    """Whether most of the weights are away."""
+    return len(away(model)) > len(list(model.parameters())) // 2
+
+
+def open_turns(engine: OffloadEngine) -> list[str]:
+    """Names of the weights that something holds in memory as if their block still computed."""
+    assert engine._stream is not None
+    return [weight.name for weight in engine._stream._weights.values() if weight.users]
+
+
+def all_plain(model: nn.Module) -> bool:
+    """Whether no parameter is streamed any longer."""
+    return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 class Block(nn.Module):
@@ -68,36 +64,22 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.rand(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        change: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
-        return x + self.gain * change
+        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Blocks that repeat, two layers around them, and a parameter of its own."""
+    """Blocks that repeat, called by `around`, two layers beside them, and a parameter alone."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(
+        self,
+        block: Callable[[], nn.Module] = Block,
+        around: Callable[[Any, torch.Tensor], torch.Tensor] = call,
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 8)
         self.blocks = nn.ModuleList([block() for _ in range(3)])
         self.scale = nn.Parameter(torch.rand(8))
         self.head = nn.Linear(8, 8)
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.features(x) * self.scale)
-        return output
-
-
-class Regions(Net):
-    """Each block is a region that is computed again."""
-
-    def __init__(self, around: Around) -> None:
-        super().__init__()
         self.around = around
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +87,9 @@ class Regions(Net):
         for block in self.blocks:
             x = self.around(block, x)
         return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x) * self.scale)
 
 
 def net(of: Callable[[], nn.Module] = Net) -> Any:
@@ -117,6 +102,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
@@ -125,8 +114,7 @@ def loss(model: Any, number: int = 0) -> torch.Tensor:
     """Of a batch that is the same for the same number, in the model's precision."""
     torch.manual_seed(1000 + number)
     dtype = next(model.parameters()).dtype
-    value: torch.Tensor = model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
-    return value
+    return model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
 
 
 def step(
@@ -163,119 +151,62 @@ def zoo_loss(kind: str) -> Callable[[Any, int], torch.Tensor]:
 
     def forward(model: Any, number: int) -> torch.Tensor:
         torch.manual_seed(number)
-        value: torch.Tensor = loss_of(model, batch(kind, number))
-        return value
+        return loss_of(model, batch(kind, number))
 
     return forward
 
 
-def compare(
-    disk: Path,
-    use: Use,
-    make: Callable[[], Any] = net,
-    optimizer_of: Callable[[Any], Any] | None = adamw,
-    **sections: dict[str, Any],
-) -> None:
-    """Use a model and its optimizer without and with streamed weights: the same numbers.
+def the_same(run: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., None]:
+    """Make a test of a run: the same numbers and weights without and with streamed weights.
 
-    `make` builds the same model every time.
+    The run returns what it saw, and models. It is called with an engine, or None, and its other
+    arguments, or those of these names, are parameters of the test and may be fixtures.
     """
+    names = list(signature(run).parameters)[1:] if names is None else names
 
-    def run(model: Any, attached: Any) -> list[Numbers]:
-        torch.manual_seed(11)
-        return list(use(model, attached))
+    def test(disk: Path, sections: dict[str, Any], **options: Any) -> None:
+        history, *models = run(None, **options)
+        expected = [*history, *map(weights, models)]
+        with streaming(disk, **sections) as engine:
+            history, *models = run(engine, **options)
+            assert open_turns(engine) == []
+        assert not any(type(p) is GuardedParameter for m in models for p in m.parameters())
+        assert_same_history([*history, *map(weights, models)], expected)
+        for value in (value for values in expected for value in values.values()):
+            assert not value.is_floating_point() or bool(value.double().isfinite().all())
 
-    model = make()
-    expected = run(model, optimizer_of(model) if optimizer_of is not None else None)
-    expected.append(weights(model))
-    model = make()
-    with streaming(disk, **sections) as engine:
-        attached = None if optimizer_of is None else optimizer_of(model)
-        attached = engine.attach(model, attached)
-        assert away(model)
-        got = run(model, attached)
-        assert open_turns(engine) == []
-    assert all(type(p) is not GuardedParameter for p in model.parameters())
-    got.append(weights(model))
-    assert_same_history(got, expected)
-    for values in (*got, *expected):
-        assert all(
-            bool(torch.isfinite(v.double()).all()) for v in values.values() if v.is_floating_point()
-        )
-
-
-def same(
-    disk: Path, run: Callable[[Callable[..., Any]], list[Numbers]], **sections: dict[str, Any]
-) -> None:
-    """Run with a function that attaches, and with one that does not: the same numbers."""
-    expected = run(lambda model, optimizer=None: optimizer)
-    with streaming(disk, **sections) as engine:
-        got = run(engine.attach)
-        assert open_turns(engine) == []
-    assert_same_history(got, expected)
+    test.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY)
+            for name in dict.fromkeys(["disk", "sections", *names])
+        ]
+    )
+    return test
 
 
 def compared(
-    make: Callable[..., Any] = net,
-    optimizer_of: Callable[[Any], Any] | None = adamw,
-    overlaps: Sequence[str] = ("commit",),
-    **sections: dict[str, Any],
-) -> Callable[[Callable[..., Sequence[Numbers]]], Callable[..., None]]:
-    """Make a test of a use of a model and its optimizer; see `compare`.
+    make: Callable[..., Any] = net, optimizer_of: Callable[[Any], Any] | None = adamw
+) -> Callable[[Callable[..., Iterable[Numbers]]], Callable[..., None]]:
+    """Make a test of a use of a model and its optimizer, as `the_same` does.
 
-    Arguments of the use after these two, and any arguments of `make`, are parameters of the test;
-    so is `overlap` where no overlaps are given.
+    `make` builds the same model every time. Its required arguments, and those of the use after the
+    model and the optimizer, are parameters of the test. One that is named `engine` is the engine.
     """
+    made_of = [name for name, p in signature(make).parameters.items() if p.default is p.empty]
 
-    def decorate(use: Callable[..., Sequence[Numbers]]) -> Callable[..., None]:
+    def decorate(use: Callable[..., Iterable[Numbers]]) -> Callable[..., None]:
         own = list(signature(use).parameters)[2:]
-        made_of = [] if make is net else list(signature(make).parameters)
 
-        def test(disk: Path, overlap: str, **options: Any) -> None:
-            compare(
-                disk,
-                partial(use, **{name: options[name] for name in own}),
-                lambda: make(**{name: options[name] for name in made_of}),
-                optimizer_of,
-                **{**overlapping(overlap), **sections},
-            )
+        def run(engine: OffloadEngine | None, **options: Any) -> tuple[Any, Any]:
+            model = make(**{name: options[name] for name in made_of})
+            optimizer = None if optimizer_of is None else optimizer_of(model)
+            if engine is not None:
+                optimizer = engine.attach(model, optimizer)
+                assert away(model)
+            torch.manual_seed(11)
+            options["engine"] = engine
+            return use(model, optimizer, **{name: options[name] for name in own}), model
 
-        names = dict.fromkeys(["disk", "overlap", *own, *made_of])
-        test.__signature__ = Signature(  # type: ignore[attr-defined]
-            [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
-        )
-        return pytest.mark.parametrize("overlap", overlaps)(test) if overlaps else test
+        return the_same(run, [name for name in (*own, *made_of) if name != "engine"])
 
     return decorate
-
-
-def pairs(disk: Path, stack: ExitStack, **sections: Any) -> list[tuple[Any, Any, Any]]:
-    """A plain model and a streamed one: engine, model and optimizer of each."""
-    plain, streamed = net(), net()
-    engine = stack.enter_context(streaming(disk, **sections))
-    attached = engine.attach(streamed, adamw(streamed))
-    return [(None, plain, adamw(plain)), (engine, streamed, attached)]
-
-
-def seen_accesses(monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeight]:
-    """The weights that are accessed outside their blocks from now on, of engines to come."""
-    seen: list[StreamedWeight] = []
-    usual = BlockResidency._on_access
-
-    def noted(self: BlockResidency, weight: StreamedWeight) -> None:
-        seen.append(weight)
-        usual(self, weight)
-
-    monkeypatch.setattr(BlockResidency, "_on_access", noted)
-    return seen
-
-
-def open_turns(engine: OffloadEngine) -> list[str]:
-    """Names of the weights that something holds in memory as if their block still computed."""
-    assert engine._stream is not None
-    return [weight.name for weight in engine._stream._weights.values() if weight.users]
-
-
-def nearly_all_left(model: nn.Module) -> bool:
-    """Whether most of the weights are away."""
-    return len(away(model)) > len(list(model.parameters())) // 2

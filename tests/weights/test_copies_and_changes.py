@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.optim import swa_utils
 
 from tests.activations.support import noise
 from tests.activations.zoo import build
 from tests.training import (
     Numbers,
     assert_same_bits,
-    assert_same_history,
+    attached,
     bits,
     gradients,
     in_turn,
@@ -33,53 +33,68 @@ from tests.weights.support import (
     OVERLAPS,
     Block,
     adamw,
-    compare,
+    all_plain,
     compared,
     loss,
     net,
-    open_turns,
-    pairs,
-    same,
     sgd,
     step,
-    streaming,
+    the_same,
     train,
     zoo_loss,
 )
 
 
 # ---------------------------------------------------------------------- copies, files, precision
-@compared()
-def test_a_copy_goes_its_own_way(model, optimizer):
+def _saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def tied_and_tagged() -> Any:
+    model = net()
+    model.head.weight = model.stem.weight
+    for name, parameter in model.named_parameters():
+        parameter.tag = name
+    return model
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _saved, _pickled])
+@compared(tied_and_tagged)
+def test_a_copy_goes_its_own_way(model, optimizer, copied):
     history = train(model, optimizer)
     value = loss(model)
-    twin = copy.deepcopy(model)  # in the middle of a step
+    twin = copied(model)  # in the middle of a step
     value.backward()
-    other = copy.deepcopy(model)
+    other = copied(model)
     optimizer.step()
     optimizer.zero_grad()
+    assert all_plain(twin)
+    assert twin.head.weight is twin.stem.weight
+    if copied is not copy.deepcopy:
+        assert all(p.tag == name for name, p in twin.named_parameters())
     history += [weights(other), *train(twin, adamw(twin)), weights(twin)]
-    assert all(type(p) is nn.Parameter for p in twin.parameters())
     shallow = copy.copy(model)
     assert all(a is b for a, b in zip(shallow.parameters(), model.parameters(), strict=True))
-    history.append({"one": copy.deepcopy(model.head.weight).detach().clone()})
+    history.append({"one": copied(model.head.weight).detach().clone()})
     return [*history, *train(model, optimizer)]
-
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize(
     ("dtype", "overlap", "when"),
     in_turn(
-        DTYPES * 2,
+        [torch.float16, torch.bfloat16, torch.float64] * 2,
         OVERLAPS,
         ["before attach", "before the first step", "between steps", "between steps"],
     ),
 )
-@compared(
-    lambda dtype, when: net().to(dtype) if when == "before attach" else net(), sgd, overlaps=[]
-)
+@compared(lambda dtype, when: net().to(dtype) if when == "before attach" else net(), sgd)
 def test_training_in_another_precision(model, optimizer, dtype, when):
     history = train(model, optimizer) if when == "between steps" else []
     model.to(dtype)
@@ -100,7 +115,8 @@ def test_autocast_around_models_and_their_backward(model, optimizer, kind):
         return train(model, optimizer, loss_of=lambda m, n: forward(m, n) + forward(m, n + 10))
 
 
-@compared(overlaps=["commit", "eager"])
+@pytest.mark.parametrize("overlap", ["commit", "eager"])
+@compared()
 def test_a_state_dict_that_is_kept_and_loaded(model, optimizer):
     history = train(model, optimizer)
     live = model.state_dict()
@@ -114,61 +130,28 @@ def test_a_state_dict_that_is_kept_and_loaded(model, optimizer):
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["by the model", "by the optimizer too"])
-def test_a_state_dict_that_is_assigned(disk: Path, watched: bool) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = [] if optimizer is None else train(model, optimizer)
-        loss(model).backward()
-        model.zero_grad()
-        model.load_state_dict({n: v * 2 for n, v in net().state_dict().items()}, assign=True)
-        loss(model).backward()
-        history.append(gradients(model))
-        return [*history, *train(model, adamw(model))]
-
-    compare(disk, use, optimizer_of=adamw if watched else None)
-
-
-@pytest.mark.parametrize("way", ["torch.save", "pickle"])
-@compared()
-def test_a_model_that_is_pickled(model, optimizer, way, tmp_path):
-    for name, parameter in model.named_parameters():
-        parameter.tag = name
-    history = train(model, optimizer)
-    if way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, tmp_path / "model.pt")
-        twin = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert all(type(p) is nn.Parameter for p in twin.parameters())
-    assert all(p.tag == name for name, p in twin.named_parameters())
-    history += [weights(twin), *train(twin, adamw(twin))]
-    return [*history, *train(model, optimizer)]
-
-
-def test_tied_weights_are_tied_in_copies_and_files(disk: Path, tmp_path: Path) -> None:
-    with streaming(disk) as engine:
-        model = build("GPT-2")
-        engine.attach(model)
-        torch.save(model, tmp_path / "model.pt")
-        twins = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
-        for twin in twins:
-            assert twin.lm_head.weight is twin.transformer.wte.weight
-    for twin in twins:
-        assert_same_bits(weights(twin), weights(model))
+@compared(optimizer_of=None)
+def test_a_state_dict_that_is_assigned(model, optimizer, engine, watched):
+    if watched:
+        optimizer = attached(engine, None, adamw(model))
+    history = train(model, optimizer) if watched else []
+    loss(model).backward()
+    model.zero_grad()
+    model.load_state_dict({n: v * 2 for n, v in net().state_dict().items()}, assign=True)
+    loss(model).backward()
+    history.append(gradients(model))
+    return [*history, *train(model, adamw(model))]
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "T5"])
-def test_safetensors_and_transformers_save_what_they_would_have_saved(
-    disk: Path, tmp_path: Path, kind: str
-) -> None:
-    plain = build(kind)
-    save_model(plain, str(tmp_path / "plain"))
-    plain.save_pretrained(tmp_path / "plain files")
-    with streaming(disk) as engine:
+def test_safetensors_and_transformers_save_what_they_would_have_saved(engine, tmp_path, kind):
+    for way in ("plain", "streamed"):
         model = build(kind)
-        engine.attach(model)
-        on_disk(engine)
-        save_model(model, str(tmp_path / "streamed"))
-        model.save_pretrained(tmp_path / "streamed files")
+        if way == "streamed":
+            engine.attach(model)
+            on_disk(engine)
+        save_model(model, str(tmp_path / way))
+        model.save_pretrained(tmp_path / f"{way} files")
     assert_same_bits(load_file(tmp_path / "streamed"), load_file(tmp_path / "plain"))
     opened = [safe_open(tmp_path / name, "pt") for name in ("streamed", "plain")]
     assert opened[0].metadata() == opened[1].metadata()
@@ -178,9 +161,8 @@ def test_safetensors_and_transformers_save_what_they_would_have_saved(
 
 
 # ---------------------------------------------------------------------- changes by hand
-
-
-@compared(overlaps=["in memory"])
+@pytest.mark.parametrize("overlap", ["in memory"])
+@compared()
 def test_weights_that_have_the_same_bytes_and_are_two(model, optimizer):
     """In the order of the optimizer: the second update begins with what the first has done."""
     history = train(model, optimizer)
@@ -188,54 +170,50 @@ def test_weights_that_have_the_same_bytes_and_are_two(model, optimizer):
     return [*history, *train(model, optimizer)]
 
 
-def test_a_weight_outlives_its_model(disk: Path) -> None:
-    with streaming(disk) as engine:
-        model = net()
-        expected = model.blocks[1].up.weight.detach().clone()
-        engine.attach(model)
-        weight, block = model.blocks[1].up.weight, model.blocks[2]
-        twin = net().blocks[2]
-        del model
-        gc.collect()
-        assert bits(weight) == bits(expected)
-        assert bits(block(noise(4, 8))) == bits(twin(noise(4, 8)))
-    assert bits(weight) == bits(expected)
+def test_a_weight_outlives_its_model(engine):
+    model, twin = net(), net()
+    engine.attach(model)
+    weight, block = model.blocks[1].up.weight, model.blocks[2]
+    del model
+    gc.collect()
+    assert bits(weight) == bits(twin.blocks[1].up.weight)
+    assert bits(block(noise(4, 8))) == bits(twin.blocks[2](noise(4, 8)))
+    engine.close()
+    assert bits(weight) == bits(twin.blocks[1].up.weight)
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_graph_outlives_its_model(disk: Path, trained: bool) -> None:
-    def outlive(attach: Callable[..., Any]) -> list[Numbers]:
-        model = net().requires_grad_(trained)
-        attach(model)
-        x = noise(4, 8).requires_grad_()
-        value = model(x).pow(2).sum()
-        del model
-        gc.collect()
-        value.backward()
-        assert x.grad is not None
-        return [{"slope": x.grad}]
-
-    same(disk, outlive)
+@the_same
+def test_a_graph_outlives_its_model(engine, trained):
+    model = net().requires_grad_(trained)
+    if engine is not None:
+        engine.attach(model)
+    x = noise(4, 8).requires_grad_()
+    value = model(x).pow(2).sum()
+    del model
+    gc.collect()
+    value.backward()
+    return ([{"slope": x.grad}],)
 
 
 @pytest.mark.parametrize("way", ["tensor", "as_tensor", "asarray", "stand-in"])
-def test_what_gets_past_torch_functions_never_finds_plausible_numbers(disk: Path, way: str) -> None:
+def test_what_gets_past_torch_functions_never_finds_plausible_numbers(engine, way):
     """The values, or else NaN; and what is written there is refused, or harms no other weight."""
-    expected = weights(net())
-    with streaming(disk) as engine:
-        model = net()
-        engine.attach(model)
-        on_disk(engine)
-        for name, parameter in model.named_parameters():
-            if way == "stand-in":
-                with torch._C.DisableTorchFunctionSubclass():
-                    got = parameter.detach()
-            else:
-                got = getattr(torch, way)(parameter, dtype=torch.float64)
-            assert bool(got.isnan().all()) or torch.equal(got, expected[name].to(got.dtype))
+    model, expected = net(), weights(net())
+    engine.attach(model)
+    on_disk(engine)
+    for name, parameter in model.named_parameters():
+        if way == "stand-in":
+            with torch._C.DisableTorchFunctionSubclass():
+                got = parameter.detach()
+        else:
+            got = getattr(torch, way)(parameter, dtype=torch.float64)
+        assert bool(got.isnan().all()) or torch.equal(got, expected[name].to(got.dtype))
+    engine.close()
     assert_same_bits(weights(model), expected)
 
 
+# ---------------------------------------------------------------------- between steps
 def _tie(model: Any) -> None:
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.head.weight = model.stem.weight
@@ -254,7 +232,7 @@ def _remove_a_block(model: Any) -> None:
     del model.blocks[1]
 
 
-def _initialise(model: Any) -> None:
+def _initialize(model: Any) -> None:
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -319,37 +297,56 @@ def _through_a_storage(model: Any) -> None:
         storage.copy_(noise(*parameter.shape, seed=3).untyped_storage())
 
 
-CHANGES = {
+def _through_a_vector(model: Any) -> None:
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def _through_a_vector_and_changed(model: Any) -> None:
+    """One storage has all weights then, and each weight counts its changes for itself."""
+    _through_a_vector(model)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            for _ in range(number):
+                parameter.mul_(0.99)
+
+
+def _average(model: Any) -> Numbers:
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            model.scale.mul_(0.5)
+    assert all_plain(averaged)
+    with torch.no_grad():
+        return {"loss": loss(averaged), **weights(averaged)}
+
+
+CHANGES: dict[str, Callable[[Any], Numbers | None]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
-        _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialise,
+        _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialize,
         _through_numpy_and_dlpack, _in_place, _data_set, _through_a_view_that_was_kept,
-        _through_a_storage,
+        _through_a_storage, _through_a_vector, _through_a_vector_and_changed, _average,
     )
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("change", "overlap", "where"),
-    in_turn(CHANGES, ["eager", "commit"], ["at once", "from the disk", "from the disk"]),
+    ("change", "overlap", "from_disk"), in_turn(CHANGES, ["eager", "commit"], [False, True, True])
 )
-def test_changes_between_steps(disk: Path, change: str, overlap: str, where: str) -> None:
-    histories = []
-    with ExitStack() as stack:
-        for engine, model, optimizer in pairs(disk, stack, optimizer={"overlap": overlap}):
-            history = []
-            for number in range(4):
-                if number in (1, 3):
-                    if where == "from the disk" and engine is not None:
-                        on_disk(engine)
-                    CHANGES[change](model)
-                if len(model.blocks):
-                    history.append(step(model, optimizer, number))
-            if engine is not None:
-                assert open_turns(engine) == []
-                engine.close()
-            histories.append([*history, weights(model)])
-    assert_same_history(histories[1], histories[0])
+@compared()
+def test_changes_between_steps(model, optimizer, engine, change, from_disk):
+    history: list[Numbers] = []
+    for number in range(4):
+        if number in (1, 3):
+            if from_disk and engine is not None:
+                on_disk(engine)
+            history.append(CHANGES[change](model) or {})
+        if len(model.blocks):
+            history.append(step(model, optimizer, number))
+    return history
 
 
 @pytest.mark.parametrize(

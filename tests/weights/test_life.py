@@ -1,39 +1,56 @@
-"""Streamed weights through everything that may happen to a model."""
+"""Streamed weights from attach to close: disks that fail, errors in a step, and other threads."""
 
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from offload_strategy import OffloadEngine, StorageError
-from tests.activations.zoo import batch, build, loss_of
-from tests.training import Numbers, assert_same_bits, gradients, moved, on_disk
-from tests.weights.support import away, compared, loss, net, step, streaming, zoo_loss
+from offload_strategy import StorageError
+from offload_strategy.store.ticket import TicketState
+from offload_strategy.weights.guarded_parameter import GuardedParameter
+from tests.activations.test_recompute import WAYS
+from tests.activations.zoo import batch, build
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    assert_same_history,
+    bits,
+    gradients,
+    in_turn,
+    moved,
+    on_disk,
+    weights,
+)
+from tests.weights.support import (
+    Net,
+    adamw,
+    all_plain,
+    compared,
+    loss,
+    nearly_all_left,
+    net,
+    open_turns,
+    step,
+    streaming,
+    train,
+    zoo_loss,
+)
 
 
 def gradients_of(model: Any) -> Numbers:
-    return step(model, None, loss_of=zoo_loss("Llama"), look=gradients)
+    return step(model, None, look=gradients)
 
 
-@pytest.fixture
-def engine(disk: Path) -> Any:
-    with streaming(disk) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, torch.Tensor]:
-    return gradients_of(build("Llama"))
-
-
-def test_a_model_that_is_freed_gives_everything_back(engine: OffloadEngine) -> None:
-    model = build("Llama")
+def test_a_model_that_is_freed_gives_everything_back(engine):
+    model = net()
     engine.attach(model)
     gradients_of(model)
     alive = weakref.ref(model)
@@ -44,34 +61,42 @@ def test_a_model_that_is_freed_gives_everything_back(engine: OffloadEngine) -> N
     assert engine._resources.store.live_tickets == 0
 
 
-def test_detaching_brings_the_weights_back(
-    engine: OffloadEngine, expected: dict[str, torch.Tensor]
-) -> None:
-    model = build("Llama")
+def test_detaching_brings_the_weights_back(engine):
+    model = net()
     engine.attach(model)
     gradients_of(model)
     engine.detach_model(model)
-    assert away(model) == []
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert_same_bits(gradients_of(model), expected)
+    assert all_plain(model)
+    assert_same_bits(gradients_of(model), gradients_of(net()))
     assert engine._resources.store.live_tickets == 0
 
 
-def test_weights_that_do_not_change_are_not_written_again(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("overlap", ["in memory"])
+def test_two_engines_in_turn_leave_plain_parameters(disk, sections):
+    plain, model = net(), net()
+    expected = train(plain, adamw(plain), 4)
+    history, own = [], adamw(model)
+    for number in range(2):
+        with streaming(disk, **sections) as engine:
+            optimizer = engine.attach(model, own)
+            assert any(type(p) is GuardedParameter for p in model.parameters())
+            history += train(model, optimizer, 2, first=2 * number)
+        assert all_plain(model)
+    assert_same_history([*history, weights(model)], [*expected, weights(plain)])
+
+
+def test_weights_that_do_not_change_are_not_written_again(engine):
     model = build("Llama")
     engine.attach(model)
-    gradients_of(model)
-    on_disk(engine)
-    before = moved(engine, "parameters")
-    for _ in range(3):
-        gradients_of(model)
-    with torch.no_grad():
-        loss_of(model, batch("Llama", 1))
-    on_disk(engine)
-    assert moved(engine, "parameters") == before
+    written = []
+    for number in range(4):
+        step(model, None, number, loss_of=zoo_loss("Llama"))
+        on_disk(engine)
+        written.append(moved(engine, "parameters"))
+    assert written == written[:1] * 4
 
 
-def test_a_whole_pass_reads_each_weight_once(engine: OffloadEngine) -> None:
+def test_a_whole_pass_reads_each_weight_once(engine):
     model = net()
     engine.attach(model)
     with torch.no_grad():
@@ -83,18 +108,18 @@ def test_a_whole_pass_reads_each_weight_once(engine: OffloadEngine) -> None:
     assert 0 < moved(engine, "parameters", "read") - before <= total
 
 
-@compared(lambda: build("Llama"), optimizer_of=None)
+@compared(optimizer_of=None)
 def test_a_graph_may_be_used_twice(model, optimizer):
-    value = zoo_loss("Llama")(model, 0)
+    value = loss(model)
     value.backward(retain_graph=True)
     value.backward()
     return [gradients(model)]
 
 
-def test_a_change_between_forward_and_backward_is_an_error(engine: OffloadEngine) -> None:
-    model = build("Llama")
+def test_a_change_between_forward_and_backward_is_an_error(engine):
+    model = net()
     engine.attach(model)
-    value = loss_of(model, batch("Llama", 0))
+    value = loss(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
@@ -102,12 +127,9 @@ def test_a_change_between_forward_and_backward_is_an_error(engine: OffloadEngine
         value.backward()
 
 
-def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(
-    engine: OffloadEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: dict[str, torch.Tensor],
-) -> None:
-    model = build("Llama")
+# ---------------------------------------------------------------------- failing disks
+def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypatch):
+    model = net()
     store = engine._resources.store
     real, calls = store.put, []
 
@@ -120,19 +142,14 @@ def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(
     monkeypatch.setattr(store, "put", put)
     with pytest.raises(StorageError, match="the disk fails"):
         engine.attach(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert away(model) == []
+    assert all_plain(model)
     assert store.live_tickets == 0
     engine.attach(model)
-    assert_same_bits(gradients_of(model), expected)
+    assert_same_bits(gradients_of(model), gradients_of(net()))
 
 
-def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(
-    engine: OffloadEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: dict[str, torch.Tensor],
-) -> None:
-    model = build("Llama")
+def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(engine, monkeypatch):
+    model = net()
     engine.attach(model)
     on_disk(engine)
 
@@ -142,5 +159,205 @@ def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(
     with monkeypatch.context() as broken:
         broken.setattr(engine._resources.store, "private", fail)
         with pytest.raises(StorageError, match="the disk fails"):
-            loss_of(model, batch("Llama", 0))
-    assert_same_bits(gradients_of(model), expected)
+            loss(model)
+    assert_same_bits(gradients_of(model), gradients_of(net()))
+
+
+# ---------------------------------------------------------------------- errors
+Fail = Callable[..., None]
+
+PLACES: dict[str, Callable[[Any, Fail], Any]] = {
+    "before a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail, prepend=True),
+    "in a block": lambda m, fail: m.blocks[1].down.register_forward_pre_hook(fail),
+    "at the end of a block": lambda m, f: m.blocks[1].register_forward_hook(f, prepend=True),
+    "after the model": lambda m, fail: m.register_forward_hook(fail),
+    "after the backward of a layer": lambda m, f: m.blocks[1].down.register_full_backward_hook(f),
+    "at the gradient of a weight": lambda m, fail: m.blocks[1].up.weight.register_hook(fail),
+    "when a gradient is complete": lambda m, fail: m.blocks[
+        1
+    ].up.weight.register_post_accumulate_grad_hook(fail),
+}
+ERRORS = [LookupError, KeyboardInterrupt]
+RECOMPUTED = ["reentrant", "non-reentrant", "two reentrant"]
+
+
+@pytest.mark.parametrize(
+    ("place", "recomputed", "error", "overlap"),
+    [
+        *in_turn(PLACES, [None], ERRORS, ["commit", "off", "commit"]),
+        *in_turn(["in a block"] * 3, RECOMPUTED, ERRORS, ["off"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@compared(lambda recomputed: net(lambda: Net(around=WAYS[recomputed])) if recomputed else net())
+def test_an_error_leaves_no_weight_in_use(model, optimizer, engine, place, recomputed, error):
+    """After steps that fail, training has the numbers of one in which none did."""
+
+    def fail(*args: Any) -> None:
+        if not recomputed or torch._C._current_graph_task_id() != -1:
+            raise error
+
+    if engine is not None:
+        handle = PLACES[place](model, fail)
+        for _ in range(2):
+            with pytest.raises(error):
+                step(model, optimizer)
+            optimizer.zero_grad()
+            if error is LookupError:
+                assert open_turns(engine) == []
+        handle.remove()
+    history = train(model, optimizer)
+    assert engine is None or nearly_all_left(model)
+    return history
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["and then the end", "and passes after it"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_and_no_step_after_it(engine, error, at_once):
+    def fail(*args: Any) -> None:
+        raise error
+
+    model, expected = net(), weights(net())
+    engine.attach(model)
+    handle = model.blocks[1].up.register_forward_pre_hook(fail)
+    model.eval()
+    with torch.set_grad_enabled(at_once), pytest.raises(error):
+        loss(model)
+    handle.remove()
+    assert torch.equal(model.head.weight, expected["head.weight"])
+    if not at_once:
+        with torch.no_grad():
+            for number in range(3):
+                loss(model, number)
+        assert open_turns(engine) == []
+        assert nearly_all_left(model)
+    engine.close()
+    assert all_plain(model)
+    assert_same_bits(weights(model), expected)
+
+
+def test_a_touch_that_fails_leaves_no_turn_open(engine):
+    model = net()
+    engine.attach(model)
+    for parameter in model.parameters():
+        with pytest.raises(RuntimeError):
+            parameter @ torch.ones(77)
+        with pytest.raises((RuntimeError, IndexError)):
+            parameter[999]
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            parameter.mul_(2)
+    assert open_turns(engine) == []
+    with torch.no_grad():
+        loss(model)
+    assert nearly_all_left(model)
+    engine.close()
+    assert_same_bits(weights(model), weights(net()))
+
+
+# ---------------------------------------------------------------------- threads
+@pytest.fixture
+def impatient_threads() -> Iterator[None]:
+    """So that threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("impatient_threads")
+def test_two_threads_infer_with_one_model(engine):
+    model = build("GPT-2").eval()
+
+    def infer(number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return model(batch("GPT-2", number)["input_ids"]).logits.clone()
+
+    expected = [bits(infer(number)) for number in range(16)]
+    engine.attach(model)
+    with ThreadPoolExecutor(2) as pool:
+        got = [bits(output) for output in pool.map(infer, range(16))]
+    assert got == expected
+    assert open_turns(engine) == []
+    infer(0)
+    infer(1)
+    assert nearly_all_left(model)
+
+
+def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(engine, accessed):
+    """Each keeps the weight in memory by itself, whichever is over first."""
+    model = net()
+    expected = float(model.scale.sum())
+    engine.attach(model)
+    weight = engine._stream._weights[model.scale]
+    accessed.clear()
+    weight.begin_access()  # as this thread does, before a long operation
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: float(model.scale.sum())).result() == expected
+    assert accessed == [weight, weight]
+    weight.begin_access()  # as another does, beside it
+    weight.end_access()
+    assert weight.is_resident
+    assert not weight.can_be_offloaded()
+    weight.end_access()
+    assert weight.can_be_offloaded()
+
+
+@pytest.mark.usefixtures("impatient_threads")
+@compared()
+def test_a_thread_that_watches_while_another_trains(model, optimizer):
+    """As one that logs norms does: what it sees is of one step or another, and never NaN."""
+    over, seen = threading.Event(), []
+
+    def watch() -> None:
+        while not over.is_set():
+            for parameter in model.parameters():
+                seen.append(bool(torch.isfinite(parameter.detach().clone()).all()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        history = train(model, optimizer, 6)
+    finally:
+        over.set()
+        watcher.join()
+    assert seen
+    assert all(seen)
+    return history
+
+
+def test_a_prefetch_while_another_thread_offloads_the_weight_anew(engine, monkeypatch):
+    model = net()
+    engine.attach(model)
+    on_disk(engine)
+    weight, store = engine._stream._weights[model.scale], engine._resources.store
+    assert not weight.is_resident
+    prefetch = store.prefetch
+
+    def late(ticket: Any) -> bool:
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: float(model.scale.sum())).result()
+        weight.offload()
+        assert ticket.state is TicketState.FREED
+        return prefetch(ticket)
+
+    monkeypatch.setattr(store, "prefetch", late)
+    assert weight.prefetch()
+    engine.close()
+    assert_same_bits(weights(model), weights(net()))
+
+
+@compared()
+def test_backward_on_another_thread(model, optimizer):
+    class ElsewhereBackward:
+        """A loss whose backward runs on a thread of its own."""
+
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value, self.detach = value, value.detach
+
+        def backward(self) -> None:
+            thread = threading.Thread(target=self.value.backward)
+            thread.start()
+            thread.join()
+
+    return train(model, optimizer, loss_of=lambda m, number: ElsewhereBackward(loss(m, number)))

@@ -1,9 +1,12 @@
-"""Checkpoints that load into models whose weights are on tiers, or stay where they are."""
+"""Models that are made, loaded and saved while their weights are on tiers, or stay in files."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +17,31 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine, StorageError
-from offload_strategy.weights import block_residency as residents
-from offload_strategy.weights import checkpoint_loading as loading
+from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import adamw, away, nearly_all_left, streaming, train, zoo_loss
+from tests.weights.support import (
+    adamw,
+    all_plain,
+    away,
+    nearly_all_left,
+    train,
+    zoo_loss,
+)
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
 
 @pytest.fixture(autouse=True)
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch, no_room: None) -> None:
     """So that tiny models leave, and are read a few tensors at a time, as large ones are."""
-    monkeypatch.setattr(residents, "_ACCESSED_BYTES", 0)
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(checkpoint_loading, "_WINDOW_BYTES", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a checkpoint."""
+    return tmp_path / "checkpoint"
 
 
 def saved(kind: str, folder: Path, *, shard: str = "20KB") -> Any:
@@ -45,76 +59,152 @@ def empty(kind: str) -> Any:
         return build(kind)
 
 
+def layers(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+# ---------------------------------------------------------------------- made
+@pytest.mark.parametrize("kind", ["GPT-2", "T5", "ViT", "Mixtral"])
+@pytest.mark.parametrize("pretrained", [False, True], ids=["built", "from_pretrained"])
+def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
+    engine, accessed, folder, kind, pretrained
+):
+    plain = saved(kind, folder) if pretrained else build(kind)
+    with engine.building():
+        model = type(plain).from_pretrained(folder) if pretrained else build(kind)
+    assert nearly_all_left(model)
+    engine.attach(model)
+    accessed.clear()
+    loss_of(model, batch(kind, 0)).backward()
+    assert pretrained or not accessed, "its blocks do not bring them"
+    engine.close()
+    assert_same_bits(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("overlap", ["eager"])
+def test_a_model_on_the_meta_device_is_filled_module_by_module(engine):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(layers(8), nn.LayerNorm(8)) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach(model, optimizer)  # nobody keeps what it returns
+    assert away(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    gc.collect()
+    engine.close()
+    optimizer.zero_grad()
+    optimizer.step()  # may be used again
+    assert all(bool(value.isfinite().all()) for value in weights(model).values())
+
+
+def test_a_module_that_cannot_fill_itself_is_named(engine):
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4096))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Scale())
+    with pytest.raises(ConfigError, match=r"1 \(Scale\).*building"):
+        engine.attach(model)
+
+
+@pytest.mark.parametrize("doing", ["attach", "load_weights"])
+def test_tiers_that_are_too_small_are_refused_before_anything_moves(
+    disk, tmp_path, doing, sections
+):
+    config = settings(disk, **sections)
+    config["tiers"][0]["capacity"] = "64KiB"
+    model = layers(100)
+    save_file(dict(model.state_dict()), tmp_path / "a.safetensors")
+    with OffloadEngine(config) as engine:
+        arguments = [tmp_path / "a.safetensors"] if doing == "load_weights" else []
+        with pytest.raises(ConfigError, match=rf"{doing}: the weights need 78\.9 KiB.*too little"):
+            getattr(engine, doing)(model, *arguments)
+        assert all_plain(model)
+        assert engine._resources.store.live_tickets == 0
+
+
+# ---------------------------------------------------------------------- saved
+@pytest.mark.parametrize(
+    ("kind", "shard_bytes"), [("GPT-2", 1), ("Llama", 4096), ("T5", 4096), ("GPT-2", 1 << 30)]
+)
+def test_saved_weights_load_into_transformers(engine, folder, kind, shard_bytes):
+    killed = folder / ".model.partial"
+    killed.mkdir(parents=True)
+    (killed / "half").touch()
+    model = build(kind)
+    engine.attach(model)
+    files = engine.save_weights(model, folder, shard_bytes)
+    assert away(model)
+    model.config.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder)
+    assert_same_bits(weights(loaded), weights(build(kind)))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert not killed.exists()
+
+
+# ---------------------------------------------------------------------- loaded
 @pytest.mark.parametrize(
     ("kind", "overlap", "adopt"), [("GPT-2", "eager", True), ("Llama", "commit", False)]
 )
-def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
-    disk: Path, tmp_path: Path, kind: str, overlap: str, adopt: bool
-) -> None:
-    plain = saved(kind, tmp_path / "checkpoint")
-    model = empty(kind)
-    with streaming(disk, optimizer={"overlap": overlap}) as engine:
-        engine.load_weights(model, tmp_path / "checkpoint", adopt=adopt)
-        assert not any(parameter.is_meta for parameter in model.parameters())
-        assert sorted(away(model)) == sorted(n for n, _ in model.named_parameters())
-        assert (moved(engine, "parameters") == 0) == adopt
-        wrapped = engine.attach(model, adamw(model))
-        got = train(model, wrapped, loss_of=zoo_loss(kind))
-        engine.close()
-        got.append(weights(model))
+def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(engine, folder, kind, adopt):
+    plain, model = saved(kind, folder), empty(kind)
+    engine.load_weights(model, folder, adopt=adopt)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert sorted(away(model)) == sorted(n for n, _ in model.named_parameters())
+    assert (moved(engine, "parameters") == 0) == adopt
+    got = train(model, engine.attach(model, adamw(model)), loss_of=zoo_loss(kind))
+    engine.close()
     expected = train(plain, adamw(plain), loss_of=zoo_loss(kind))
-    assert_same_history(got, [*expected, weights(plain)])
+    assert_same_history([*got, weights(model)], [*expected, weights(plain)])
 
 
 @WAYS
 def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_with_it(
-    disk: Path, tmp_path: Path, adopt: bool
-) -> None:
-    plain = saved("GPT-2", tmp_path / "checkpoint")
-    with streaming(disk) as engine:
-        model = build("GPT-2")
-        engine.attach(model)
-        loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now
-        alias = model.transformer.wte.weight.data
-        engine.load_weights(model, tmp_path / "checkpoint", adopt=adopt)
-        assert bits(alias) == bits(plain.transformer.wte.weight.detach())
-        assert bits(model.transformer.wte.weight.detach()) == bits(alias)
-        del alias
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()  # of a graph that saved the old weights
-        del loss
+    engine, folder, adopt
+):
+    plain, model = saved("GPT-2", folder), build("GPT-2")
+    engine.attach(model)
+    loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now
+    alias = model.transformer.wte.weight.data
+    engine.load_weights(model, folder, adopt=adopt)
+    assert bits(alias) == bits(plain.transformer.wte.weight)
+    assert bits(model.transformer.wte.weight) == bits(alias)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # of a graph that saved the old weights
+    del alias, loss
+    engine.close()
     assert_same_bits(weights(model), weights(plain))
 
 
-def test_adopted_weights_that_are_frozen_are_never_written(disk: Path, tmp_path: Path) -> None:
-    saved("Llama", tmp_path / "checkpoint")
+@pytest.mark.parametrize("overlap", ["eager"])
+def test_adopted_weights_that_are_frozen_are_never_written(engine, folder):
+    saved("Llama", folder)
     model = empty("Llama").requires_grad_(False)
     head = model.lm_head.weight.requires_grad_(True)
-    with streaming(disk, optimizer={"overlap": "eager"}) as engine:
-        engine.load_weights(model, tmp_path / "checkpoint", adopt=True)
-        optimizer = engine.attach(model, torch.optim.SGD([head], lr=0.1))
-        train(model, optimizer, loss_of=zoo_loss("Llama"))
-        engine._resources.store.wait_for_writes()
-        assert moved(engine, "parameters") <= 3 * head.nbytes
+    engine.load_weights(model, folder, adopt=True)
+    optimizer = engine.attach(model, torch.optim.SGD([head], lr=0.1))
+    train(model, optimizer, loss_of=zoo_loss("Llama"))
+    engine._resources.store.wait_for_writes()
+    assert moved(engine, "parameters") <= 3 * head.nbytes
 
 
-def test_adopted_files_may_go_and_be_replaced(disk: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
+def test_adopted_files_may_go_and_be_replaced(engine, folder):
     expected = weights(saved("GPT-2", folder, shard="1GB"))
     model = empty("GPT-2")
-    with streaming(disk) as engine:
-        engine.load_weights(model, folder, adopt=True)
-        engine.attach(model)
-        engine.save_weights(model, folder)  # over the file that it is read from
-        (folder / "model.safetensors").unlink()
+    engine.load_weights(model, folder, adopt=True)
+    engine.attach(model)
+    engine.save_weights(model, folder)  # over the file that it is read from
+    (folder / "model.safetensors").unlink()
+    engine.close()
     assert_same_bits(weights(model), expected)
 
 
-def test_adopted_files_that_are_written_to_are_an_error(disk: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
+def test_adopted_files_that_are_written_to_are_an_error(engine, folder):
     saved("GPT-2", folder, shard="1GB")
     model = empty("GPT-2")
-    engine = streaming(disk)
     engine.load_weights(model, folder, adopt=True)
     engine.attach(model)
     file = folder / "model.safetensors"
@@ -126,37 +216,34 @@ def test_adopted_files_that_are_written_to_are_an_error(disk: Path, tmp_path: Pa
         loss_of(model, batch("GPT-2", 0))
     with pytest.raises(StorageError):
         engine.close()
-    engine.close()
 
 
 @WAYS
-def test_values_of_another_dtype_are_converted(disk: Path, tmp_path: Path, adopt: bool) -> None:
-    folder = tmp_path / "checkpoint"
+def test_values_of_another_dtype_are_converted(engine, folder, adopt):
     saved("GPT-2", folder, shard="1GB")
     narrow = {n: t.bfloat16() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(narrow, folder / "model.safetensors")
     model = empty("GPT-2")
-    with streaming(disk) as engine:
-        engine.load_weights(model, folder, adopt=adopt)
-        engine.attach(model)
-        assert away(model)
-    for name, value in weights(model).items():
-        assert value.dtype == torch.float32
-        if name in narrow:
-            assert torch.equal(value, narrow[name].float())
+    engine.load_weights(model, folder, adopt=adopt)
+    engine.attach(model)
+    assert away(model)
+    engine.close()
+    got = weights(model)
+    assert_same_bits({n: got[n] for n in narrow}, {n: t.float() for n, t in narrow.items()})
+    assert all(value.dtype == torch.float32 for value in got.values())
 
 
-def test_without_streaming_it_is_loaded_all_the_same(disk: Path, tmp_path: Path) -> None:
-    expected = weights(saved("BERT", tmp_path / "checkpoint"))
+def test_without_streaming_it_is_loaded_all_the_same(disk, folder):
+    expected = weights(saved("BERT", folder))
     with OffloadEngine(settings(disk)) as engine:
         for model in (empty("BERT"), build("BERT")):
-            engine.load_weights(model, tmp_path / "checkpoint")
+            engine.load_weights(model, folder)
             assert_same_bits(weights(model), expected)
         with pytest.raises(ConfigError, match=r"parameters\.enabled"):
-            engine.load_weights(build("BERT"), tmp_path / "checkpoint", adopt=True)
+            engine.load_weights(build("BERT"), folder, adopt=True)
 
 
-def test_buffers_are_loaded(disk: Path, tmp_path: Path) -> None:
+def test_buffers_are_loaded(engine, tmp_path):
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
 
@@ -165,98 +252,89 @@ def test_buffers_are_loaded(disk: Path, tmp_path: Path) -> None:
     save_file(plain.state_dict(), tmp_path / "one.safetensors")
     with torch.device("meta"):
         model = make()
-    with streaming(disk) as engine:
-        engine.load_weights(model, tmp_path / "one.safetensors")
-        engine.attach(model)
-    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("kind", ["GPT-2", "ViT"])
-def test_from_pretrained_works_within_building(disk: Path, tmp_path: Path, kind: str) -> None:
-    plain = saved(kind, tmp_path / "checkpoint")
-    with streaming(disk) as engine:
-        with engine.building():
-            model = type(plain).from_pretrained(tmp_path / "checkpoint")
-        assert nearly_all_left(model)
-        engine.attach(model)
-        loss_of(model, batch(kind, 0)).backward()
+    engine.load_weights(model, tmp_path / "one.safetensors")
+    engine.attach(model)
+    engine.close()
     assert_same_bits(weights(model), weights(plain))
 
 
-class TestRefusals:
-    """Nothing has changed when one of these is raised."""
+# ---------------------------------------------------------------------- refused
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """With other values for `layers`."""
+    file = tmp_path / "a.safetensors"
+    save_file(layers().state_dict(), file)
+    return file
 
-    @pytest.fixture
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
-    @pytest.fixture
-    def file(self, tmp_path: Path, model: nn.Module) -> Path:
-        save_file({n: t + 1 for n, t in model.state_dict().items()}, tmp_path / "a.safetensors")
-        return tmp_path / "a.safetensors"
+def _rename(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["2.weight"] = tensors.pop("1.weight")
+    save_file(tensors, file)
 
-    def refused(self, disk: Path, model: nn.Module, source: Path, match: str) -> None:
-        before = weights(model) if not any(p.is_meta for p in model.parameters()) else None
-        with streaming(disk) as engine:
-            with pytest.raises(ConfigError, match=match):
-                engine.load_weights(model, source)
-            assert engine._resources.store.live_tickets == 0
-        if before is not None:
-            assert_same_bits(weights(model), before)
 
-    def test_other_names(self, disk: Path, model: nn.Module, file: Path) -> None:
-        tensors = load_file(file)
-        tensors["2.weight"] = tensors.pop("1.weight")
-        save_file(tensors, file)
-        self.refused(
-            disk, model, file, r"has no 1\.weight; the model has no 2\.weight\. Pass strict=False"
-        )
-        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with streaming(disk) as engine:
-            found = engine.load_weights(other, file, strict=False)
-        assert found.missing == ["1.weight"]
-        assert found.unexpected == ["2.weight"]
+def _copy(file: Path) -> None:
+    file.with_name("b.safetensors").write_bytes(file.read_bytes())
 
-    def test_other_shapes(self, disk: Path, model: nn.Module, file: Path) -> None:
-        save_file({**load_file(file), "0.weight": torch.zeros(4, 5)}, file)
-        words = r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model"
-        self.refused(disk, model, file, words)
 
-    def test_names_that_transformers_translates(self, disk: Path, tmp_path: Path) -> None:
-        saved("ViT", tmp_path / "checkpoint")
-        with streaming(disk) as engine, pytest.raises(ConfigError, match="from_pretrained within"):
-            engine.load_weights(empty("ViT"), tmp_path / "checkpoint")
+def _cut(at: int, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:at])
 
-    def test_half_of_a_module(self, disk: Path, file: Path) -> None:
-        tensors = load_file(file)
-        del tensors["0.bias"]
-        save_file(tensors, file)
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with streaming(disk) as engine, pytest.raises(ConfigError, match=r"'0' \(Linear\).*build"):
-            engine.load_weights(model, file, strict=False)
 
-    def test_files_that_are_none_or_too_many(
-        self, disk: Path, model: nn.Module, file: Path, tmp_path: Path
-    ) -> None:
-        self.refused(disk, model, tmp_path / "none", r"cannot load weights from .*none")
-        (tmp_path / "b.safetensors").write_bytes(file.read_bytes())
-        self.refused(disk, model, tmp_path, r"has a\.safetensors, b\.safetensors: name the one")
-        for path in tmp_path.glob("*.safetensors"):
-            path.unlink()
-        self.refused(disk, model, tmp_path, r"has no \.safetensors file: name the one file")
-        index = {"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        self.refused(
-            disk, model, tmp_path, r"names model-00001-of-00002\.safetensors, which is missing"
-        )
+def _write_index(content: str, file: Path) -> None:
+    file.unlink()
+    file.with_name("model.safetensors.index.json").write_text(content)
 
-    def test_damaged_files(self, disk: Path, model: nn.Module, file: Path, tmp_path: Path) -> None:
-        whole = file.read_bytes()
-        for cut in (0, 4, 100, -1):
-            file.write_bytes(whole[:cut])
-            self.refused(disk, model, file, r"cannot load weights from .*a\.safetensors")
-        for content in ("", "[]", "{}", '{"weight_map": 3}'):
-            (tmp_path / "model.safetensors.index.json").write_text(content)
-            self.refused(disk, model, tmp_path, "is not a safetensors index")
+
+_LOST = '{"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}'
+_DAMAGED = r"cannot load weights from .*a\.safetensors"
+
+#: What is done to the file, whether it is named or its folder, and the message.
+REFUSED: list[tuple[Callable[[Path], object], bool, str]] = [
+    (_rename, True, r"has no 1\.weight; the model has no 2\.weight\. Pass strict=False"),
+    (
+        lambda file: save_file({**load_file(file), "0.weight": torch.zeros(4, 5)}, file),
+        True,
+        r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model",
+    ),
+    (Path.unlink, True, _DAMAGED),
+    (Path.unlink, False, r"has no \.safetensors file: name the one file"),
+    (_copy, False, r"has a\.safetensors, b\.safetensors: name the one"),
+    (partial(_write_index, _LOST), False, r"names model-00001-of-00002\.\w+, which is missing"),
+    *((partial(_cut, at), True, _DAMAGED) for at in (0, 4, 100, -1)),
+    *(
+        (partial(_write_index, content), False, "is not a safetensors index")
+        for content in ("", "[]", "{}", '{"weight_map": 3}')
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "named", "message"), REFUSED)
+def test_a_file_that_is_refused_changes_nothing(engine, file, change, named, message):
+    change(file)
+    model = layers()
+    before = weights(model)
+    with pytest.raises(ConfigError, match=message):
+        engine.load_weights(model, file if named else file.parent)
+    assert engine._resources.store.live_tickets == 0
+    assert_same_bits(weights(model), before)
+
+
+def test_other_names_may_be_allowed(engine, file):
+    _rename(file)
+    model = layers()
+    found = engine.load_weights(model, file, strict=False)
+    assert found.missing == ["1.weight"]
+    assert found.unexpected == ["2.weight"]
+    with torch.device("meta"):
+        empty = layers()
+    with pytest.raises(ConfigError, match=r"'1' \(Linear\).*build"):  # half of it is there
+        engine.load_weights(empty, file, strict=False)
+    engine.close()
+    assert all_plain(model)
+
+
+def test_names_that_transformers_translates_are_refused(engine, folder):
+    saved("ViT", folder)
+    with pytest.raises(ConfigError, match="from_pretrained within"):
+        engine.load_weights(empty("ViT"), folder)

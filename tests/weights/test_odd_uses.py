@@ -1,181 +1,237 @@
-"""Streamed weights in the hands of code that was not written for them."""
+"""Streamed weights in the hands of code that was not written for them, and partly trained."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim import swa_utils
+from torch.nn import functional as F
 
 from tests.activations.support import noise
+from tests.activations.test_recompute import WAYS
+from tests.activations.test_transforms import AROUND
+from tests.activations.zoo import batch, build, loss_of
 from tests.training import (
     Numbers,
     assert_same_bits,
+    attached,
+    bits,
     gradients,
     in_turn,
     weights,
 )
 from tests.weights.support import (
     OVERLAPS,
-    THAT_KEEP_GRADIENTS,
+    Net,
     adamw,
+    adamw_of_trained,
+    away,
     compared,
     loss,
     nearly_all_left,
     net,
-    seen_accesses,
     step,
-    streaming,
+    the_same,
     train,
+    zoo_loss,
 )
 
 
-# ---------------------------------------------------------------------- parametrizations
-class Same(nn.Module):
-    """A parametrization that gives the weight itself."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
+# ---------------------------------------------------------------------- looks
+class Subclass(torch.Tensor):
+    """Of a user."""
 
 
-class Symmetric(nn.Module):
-    """Of a square weight."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        square = weight[: weight.shape[1]]
-        return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
-
-
-PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
-    "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "the weight itself": lambda m: parametrize.register_parametrization(m, "weight", Same()),
-    "symmetric": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
-    "weight norm of old": nn.utils.weight_norm,
-    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
-}
-
-
-def parametrise(model: Any, way: str) -> Any:
-    torch.manual_seed(4)
-    for block in model.blocks:
-        PARAMETRISED[way](block.up)
-    PARAMETRISED[way](model.head)
-    return model
+LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+    "no bytes": lambda p: (p.shape, p.stride(), p.dtype, p.numel(), len(p), p.requires_grad),
+    "no bytes either": lambda p: (isinstance(p, nn.Parameter), p.is_contiguous(), p.grad),
+    "repr": repr,
+    "format": lambda p: f"{p} {p.sum():.3f} {p.shape}",
+    "array": lambda p: p.detach().numpy().tobytes(),
+    "sum": lambda p: float(p.sum()),
+    "item": lambda p: p.reshape(-1)[0].item(),
+    "finite": lambda p: bool(torch.isfinite(p).all()),
+    "rows": lambda p: [bits(row) for row in p],
+    "stacked": lambda p: bits(torch.stack([p, p * 2])),
+    "type": lambda p: (p.type(), p.is_leaf, p.is_cpu, p.device, p.layout, p.nbytes, p.data.shape),
+    "form": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset(), p.dim_order()),
+    "storage": lambda p: p.untyped_storage().nbytes(),
+    "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), bool(p.grad)),
+    "new": lambda p: (p.new_zeros(2).dtype, torch.empty_like(p).shape, type(torch.zeros_like(p))),
+    "to": lambda p: (type(p.to(torch.float64)), bits(p.double()), bits(p.cpu()), p.cpu() is p),
+    "clone": lambda p: (type(p.clone()), bits(p.clone()), type(p.detach()), type(p.data)),
+    "hash": lambda p: (p in {p: 1}, {p: 1}[p], any(p is q for q in [p])),
+    "as another class": lambda p: bits(p.as_subclass(Subclass).as_subclass(torch.Tensor)),
+    "wrapped again": lambda p: (type(nn.Parameter(p)), bits(nn.Parameter(p, False))),
+    "detached in place": lambda p: bits(p.detach().detach_()),
+}  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(("way", "overlap"), in_turn(PARAMETRISED, OVERLAPS))
-@compared(lambda way: parametrise(net(), way), overlaps=[])
-def test_parametrised_weights(model, optimizer):
-    return train(model, optimizer)
+@pytest.mark.usefixtures("no_room")  # each look brings each weight
+def test_looking_at_a_weight(engine):
+    plain, model = net(), net()
+    train(plain, adamw(plain))
+    optimizer = engine.attach(model, adamw(model))
+    train(model, optimizer)
+    for name, look in LOOKS.items():
+        before = away(model)
+        assert before
+        for (of, streamed), expected in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            assert look(streamed) == look(expected), f"{name} of {of}"
+        assert not name.startswith("no bytes") or away(model) == before
+    assert repr(model) == repr(plain)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(
-    "way", ["spectral norm", "the weight itself", "weight norm of old", "pruned"]
-)
-@compared(overlaps=["off"])
-def test_weights_that_are_parametrised_when_they_are_streamed(model, optimizer, way):
-    history = train(model, optimizer)
-    parametrise(model, way)
-    return [*history, *train(model, optimizer)]
-
-
-@compared(lambda: parametrise(net(), "symmetric"))
-def test_parametrizations_are_cached_and_removed(model, optimizer):
-    with parametrize.cached():
-        history = train(model, optimizer, 1)
-    for layer in (*(block.up for block in model.blocks), model.head):
-        parametrize.remove_parametrizations(layer, "weight")
-    return [*history, *train(model, optimizer)]
-
-
-# ---------------------------------------------------------------------- averages and vectors
-AVERAGES: dict[str, dict[str, Any]] = {
-    "equal": {},
-    "exponential, all at once": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
-}
-
-
-@pytest.mark.parametrize(("average", "overlap"), in_turn(AVERAGES, ["commit", "eager"]))
-@compared(overlaps=[])
-def test_an_average_of_the_weights(model, optimizer, average):
-    averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        averaged.update_parameters(model)
-        with torch.no_grad():
-            history.append({"averaged": loss(averaged, number).clone()})
-    assert all(type(p) is nn.Parameter for p in averaged.parameters())
-    return [*history, weights(averaged)]
-
-
-@compared(overlaps=["commit", "eager"])
-def test_all_weights_as_a_vector(model, optimizer):
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        with torch.no_grad():
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            history.append({"vector": vector.clone()})
-            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
-        del vector
-    return [*history, *train(model, optimizer)]
-
-
+# ---------------------------------------------------------------------- calls of other kinds
+@pytest.mark.parametrize("transform", AROUND)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @compared()
-def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
-    """One storage has all weights then, and each weight counts its changes for itself."""
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    nn.utils.vector_to_parameters(vector, model.parameters())
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            for _ in range(number):
-                parameter.mul_(0.99)
-    return [*train(model, optimizer), {"vector": vector}]
+def test_transforms(model, optimizer, transform):
+    history = train(model, optimizer)
+    for _ in range(2):
+        results = AROUND[transform](model)
+        history.append({str(n): value.detach().clone() for n, value in enumerate(results)})
+    return [*history, *train(model, optimizer)]
+
+
+def _kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        return model.features(x)
+
+
+def _on_the_host(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "with its own weights": lambda m, x: torch.func.functional_call(
+        m, dict(m.named_parameters()), (x,)
+    ),
+    "in evaluation mode": lambda m, x: m.eval()(x),
+    "not by way of its hooks": lambda m, x: m.forward(x),
+    "of a part": lambda m, x: m.features(x),
+    "of one block": lambda m, x: m.blocks[1](x),
+    "of one layer in a block": lambda m, x: m.blocks[1].up(x),
+    "of one block and not by way of its hooks": lambda m, x: m.blocks[1].forward(x),
+    "of its pieces by hand": lambda m, x: m.head(m.blocks[0](m.stem(x)) * m.scale),
+    "under hooks that keep": _kept,
+    "on the host": _on_the_host,
+}
+
+
+@pytest.mark.parametrize(("call", "activations"), in_turn(CALLS, [True, False]))
+@compared(optimizer_of=None)
+def test_gradients_of_a_call(model, optimizer, call):
+    """Whichever way a model is called, autograd has the weights that it saved."""
+    history = []
+    for number in range(2):
+        x = noise(4, 8, seed=number).requires_grad_()
+        value = CALLS[call](model, x).pow(2).sum()
+        value.backward()
+        history.append({"loss": value.detach().clone(), "x": x.grad, **gradients(model)})
+        model.train()
+    return history
+
+
+# ---------------------------------------------------------------------- evaluation
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+class Encoder(nn.Module):
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(layer(), 3)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.zeros(4, 6, dtype=torch.bool)
+        padding[:, 4:] = self.mask
+        # Without padding the fast path is taken in evaluation, with it nested tensors are made.
+        encoded = self.encoder(x, src_key_padding_mask=padding)
+        return F.pad(encoded, (0, 0, 0, 6 - encoded.shape[1]))
+
+
+FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Sequential(layer()),
+    "layers": lambda: nn.Sequential(layer(), layer()),
+    "an encoder": lambda: Encoder(False),
+    "an encoder with padding": lambda: Encoder(True),
+}
+
+
+@pytest.mark.parametrize(("kind", "parameters"), in_turn(FAST_PATHS, [{}, {"blocks": ["Linear"]}]))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@compared(lambda kind: nn.Sequential(net(FAST_PATHS[kind]), nn.Linear(8, 8)))
+def test_attention_takes_the_same_fast_paths(model, optimizer):
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        torch.manual_seed(number)
+        return model(noise(4, 6, 8, seed=number)).pow(2).sum()
+
+    history = []
+    for number in range(3):
+        history.append(step(model.train(), optimizer, number, loss_of))
+        with torch.no_grad():
+            history.append({"checked": loss_of(model.eval(), number).clone()})
+    return history
+
+
+@pytest.mark.parametrize("change", [False, True])
+@compared()
+def test_inference_mode_from_the_first_pass_on(model, optimizer, change):
+    with torch.inference_mode():
+        first = {"loss": loss(model).clone()}
+        first |= {n: p.norm().clone() for n, p in model.named_parameters()}
+        for parameter in model.parameters() if change else ():
+            parameter.mul_(0.5)
+    return [{n: value.clone() for n, value in first.items()}, *train(model, optimizer)]
+
+
+@pytest.mark.parametrize(("kind", "beams"), [("GPT-2", 1), ("T5", 3)])
+@compared(lambda kind: build(kind))
+def test_text_generation_between_steps(model, optimizer, kind, beams):
+    history = []
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "pad_token_id": 0}
+    for number in range(2):
+        history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
+        torch.manual_seed(number)
+        tokens = model.eval().generate(prompt, do_sample=False, num_beams=beams, **options)
+        history.append({"tokens": tokens})
+    return history
 
 
 # ---------------------------------------------------------------------- gradients
-
-
 @compared(optimizer_of=None)
 def test_gradients_as_values_of_a_function(model, optimizer):
-    history = []
-    for number in range(3):
-        slopes = torch.autograd.grad(loss(model, number), list(model.parameters()))
-        history.append({str(n): slope.detach().clone() for n, slope in enumerate(slopes)})
-        with torch.no_grad():
-            for parameter, slope in zip(model.parameters(), slopes, strict=True):
-                parameter -= 0.1 * slope
     inputs: Any = dict(model.named_parameters())
     if "dict[" not in str(torch.autograd.grad.__annotations__["inputs"]):  # torch before 2.12
         inputs = list(inputs.values())
     slopes = torch.autograd.grad(loss(model), inputs, materialize_grads=True)
     named = slopes.items() if isinstance(slopes, dict) else enumerate(slopes)
-    return [*history, {str(name): slope.clone() for name, slope in named}]
+    return [{str(name): slope.clone() for name, slope in named}]
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs of backward"])
-def test_asking_for_gradients_brings_no_weights(disk, how, monkeypatch):
-    accessed = seen_accesses(monkeypatch)
-    with streaming(disk) as engine:
-        model = net()
-        engine.attach(model)
-        value = loss(model)
-        accessed.clear()
-        if how == "grad":
-            torch.autograd.grad(value, list(model.parameters()))
-        else:
-            value.backward(inputs=list(model.parameters()))
-        assert not accessed
-        assert nearly_all_left(model)
+def test_asking_for_gradients_brings_no_weights(engine, accessed, how):
+    model = net()
+    engine.attach(model)
+    value = loss(model)
+    accessed.clear()
+    if how == "grad":
+        torch.autograd.grad(value, list(model.parameters()))
+    else:
+        value.backward(inputs=list(model.parameters()))
+    assert not accessed
+    assert nearly_all_left(model)
 
 
 @compared(optimizer_of=None)
@@ -198,8 +254,7 @@ def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, o
 def _penalty_on_the_gradient_of_the_input(model: Any, number: int) -> torch.Tensor:
     x = noise(4, 8, seed=number).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    value: torch.Tensor = (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
-    return value
+    return (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
 
 
 def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.Tensor:
@@ -208,32 +263,123 @@ def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.T
     return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
 
 
-PENALTIES = [
-    _penalty_on_the_gradient_of_the_input,
-    _penalty_on_the_gradients_of_the_weights,
-]
+PENALTIES = [_penalty_on_the_gradient_of_the_input, _penalty_on_the_gradients_of_the_weights]
 
 
-@pytest.mark.parametrize(("penalty", "overlap"), in_turn(PENALTIES, THAT_KEEP_GRADIENTS))
-@compared(overlaps=[])
+@pytest.mark.parametrize(("penalty", "overlap"), in_turn(PENALTIES, ["commit", "off"]))
+@compared()
 def test_penalties(model, optimizer, penalty):
     return train(model, optimizer, loss_of=penalty, look=gradients)
 
 
-def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk):
-    with streaming(disk) as engine:
-        model, plain = net(), net()
-        engine.attach(model)
-        for each in (model, plain):
-            optimizer = adamw(each)
-            for number in range(3):
-                value = loss(each, number) + 0.1 * sum(p.pow(2).sum() for p in each.parameters())
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del value
-        with torch.no_grad():
-            for number in range(2):
-                loss(model, number)
-        assert nearly_all_left(model), "a penalty of long ago holds them"
-        assert_same_bits(weights(model), weights(plain))
+@compared(optimizer_of=None)
+def test_an_own_optimizer_that_is_not_attached_lets_weights_go(model, optimizer, engine):
+    def penalized(model: Any, number: int) -> torch.Tensor:
+        return loss(model, number) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+    history = train(model, adamw(model), loss_of=penalized)
+    with torch.no_grad():
+        for number in range(2):
+            loss(model, number)
+    assert engine is None or nearly_all_left(model), "a penalty of long ago holds them"
+    return history
+
+
+# ---------------------------------------------------------------------- partly trained
+TARGETS = {"GPT-2": ["c_attn", "c_fc"], "Llama": ["q_proj", "v_proj", "down_proj"]}
+
+#: With 1 KiB the adapters stay in memory, and of the frozen base all but norms and biases leaves.
+SIZES = [{"min_size": size} for size in (1, 1024, 1, 1024, 1)]
+
+
+def adapted(base: Any, kind: str) -> Any:
+    """The same adapters every time."""
+    torch.manual_seed(1)
+    options = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "target_modules": TARGETS[kind]}
+    return get_peft_model(base, LoraConfig(**options, fan_in_fan_out=kind == "GPT-2")).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "parameters", "reentrant", "activations"),
+    in_turn(
+        [*TARGETS] * 4, [*OVERLAPS, "in memory"], SIZES, [None, True, False], [True, False, False]
+    ),
+)
+@the_same
+def test_adapters_train_the_same_and_are_merged_the_same(engine, kind, reentrant):
+    """The merged model computes when the one with adapters is gone."""
+    base = build(kind, reentrant)
+    model = adapted(base, kind)
+    if reentrant is not None:
+        model.enable_input_require_grads()
+    optimizer = attached(engine, model, adamw_of_trained(model))
+    assert engine is None or away(model)
+    history = train(model, optimizer, loss_of=zoo_loss(kind))
+    merged = model.merge_and_unload().eval()
+    optimizer.zero_grad()
+    del base, model, optimizer
+    gc.collect()
+    with torch.no_grad():
+        history.append({"loss": loss_of(merged, batch(kind, 7)).clone()})
+    return history, merged
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [("GPT-2", "commit"), ("Llama", "off")])
+@the_same
+def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engine, kind, tmp_path):
+    base = build(kind)
+    if engine is not None:
+        engine.attach(base)
+    model = adapted(base, kind)
+    optimizer = attached(engine, None, adamw_of_trained(model))
+    history = train(model, optimizer, loss_of=zoo_loss(kind))
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
+    assert_same_bits(weights(loaded), weights(model))
+    return history, model
+
+
+@pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, TARGETS, [0, 0, 1]))
+@compared(lambda kind: build(kind))
+def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
+    history = []
+    for number in range(5):
+        for name, parameter in model.named_parameters():
+            if ".1." in name:
+                parameter.requires_grad_(number // 2 % 2 == first)
+        history += train(model, optimizer, 1, first=number, loss_of=zoo_loss(kind))
+    return history
+
+
+class Product(nn.Module):
+    """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight).tanh()
+
+
+def _recomputed(trained: str) -> Any:
+    def block() -> nn.Module:
+        return nn.Sequential(Product(), Product())
+
+    model = net(lambda: Net(block, around=WAYS["non-reentrant"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    return model
+
+
+@pytest.mark.parametrize(("trained", "overlap"), in_turn(["bias", "0.weight", "blocks.2"], ["off"]))
+@compared(_recomputed, adamw_of_trained)
+def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(model, optimizer):
+    history = []
+    for number in range(2):
+        optimizer.zero_grad()
+        x = noise(2, 8, seed=number).requires_grad_()
+        model.features(x).sum().backward()
+        history.append({"input": x.grad, **gradients(model)})
+        optimizer.step()
+    return history
