@@ -4,8 +4,6 @@
 holds it together with others, one that is marked as `alone` holds it for itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,15 +1,11 @@
 """What every test is held to: when it is over, nothing of the engine's is left."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +31,7 @@ _stores: list[weakref.ref[TensorStore]] = []
 _make_store = TensorStore.__init__
 
 
-def _remember(self: TensorStore, *args: Any, **options: Any) -> None:
+def _remember(self, *args, **options):
     _stores.append(weakref.ref(self))
     _make_store(self, *args, **options)
 
@@ -49,7 +45,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """A test that is marked as `alone` runs while the other workers wait."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
@@ -57,12 +53,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def our_threads() -> set[threading.Thread]:
+def our_threads():
     """The threads of this process that move bytes."""
     return {t for t in threading.enumerate() if t.name.startswith("ssd-offload")}
 
 
-def deleted_files() -> set[str]:
+def deleted_files():
     """The files without a name that this process has open, by descriptor."""
     folder = Path("/proc/self/fd")
     found = set()
@@ -77,7 +73,7 @@ def deleted_files() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left():
     """After each test no ticket, buffer, thread, open file or saved-tensor hook remains.
 
     What an earlier test left, because it failed, is not held against those that follow.
@@ -99,7 +95,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """The directory of an ssd tier; no file may ever appear in it under a name."""
     directory = tmp_path / "disk"
     directory.mkdir()

@@ -1,7 +1,5 @@
 """Scripts that end one way or another, each in a fork of a process that has all imports."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -3,8 +3,6 @@
 `make module-map` writes it to docs/module_map.md; tests/test_architecture.py compares.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A path that is as slow as a test wants it to be, whatever disk lies below."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

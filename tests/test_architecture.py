@@ -1,7 +1,5 @@
 """The structure of the package: no circular imports, small files, unique names, a true map."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.skipif(not (PACKAGE / "engine").is_dir(), reason="needs
 _MOST_LINES = 450
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     """Imports for type checking included."""
     graph = grimp.build_graph("offload_strategy", cache_dir=None)
     reached = {module: graph.find_upstream_modules(module) for module in graph.modules}
@@ -27,17 +25,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert in_circles == []
 
 
-def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+def test_no_file_is_longer_than_a_reader_can_hold():
     lengths = {str(file): len(file.read_text().splitlines()) for file in source_files()}
     assert {file: n for file, n in lengths.items() if n > _MOST_LINES} == {}
 
 
-def test_no_two_files_have_the_same_name() -> None:
+def test_no_two_files_have_the_same_name():
     names = Counter(file.name for file in source_files() if not file.name.startswith("__"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_nothing_that_others_may_have_written_can_run_code() -> None:
+def test_nothing_that_others_may_have_written_can_run_code():
     """Pickles, and YAML that makes objects; consolidation reads what torch's own code unpickles."""
     unsafe = re.compile(
         r"\b(eval|exec|os\.system|pickle\.loads?|yaml\.(unsafe_load|full_load))\("
@@ -50,11 +48,11 @@ def test_nothing_that_others_may_have_written_can_run_code() -> None:
     assert found == {"checkpoints/consolidation.py"}
 
 
-def test_the_module_map_matches_the_tree() -> None:
+def test_the_module_map_matches_the_tree():
     assert MAP.read_text(encoding="utf-8") == written(), "run `make module-map`"
 
 
-def test_the_contributors_table_names_files_that_exist() -> None:
+def test_the_contributors_table_names_files_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("## To change X, open Y")[2].partition("\n## ")[0]
     places = re.findall(r"`([\w/]+\.(?:py|md|yaml|toml))`", table)
@@ -65,7 +63,7 @@ def test_the_contributors_table_names_files_that_exist() -> None:
     assert missing == []
 
 
-def test_only_the_store_tells_kinds_of_tiers_apart() -> None:
+def test_only_the_store_tells_kinds_of_tiers_apart():
     probe = re.compile(r"isinstance\([^()]*\b(HostTier|PathTier)\b")
     outside = [
         str(file.relative_to(ROOT))
@@ -75,7 +73,7 @@ def test_only_the_store_tells_kinds_of_tiers_apart() -> None:
     assert outside == []
 
 
-def test_the_glossary_is_short() -> None:
+def test_the_glossary_is_short():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
     assert 1 <= len(re.findall(r"^- \*\*", glossary, re.M)) <= 15

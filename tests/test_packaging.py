@@ -6,7 +6,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
@@ -21,7 +20,7 @@ MAPPED = {"callbacks", "configs", "examples"}
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="needs the source tree")
 
 
-def sources(folder: str) -> Iterator[str]:
+def sources(folder):
     """Yield the files of a top-level folder by the names that they have inside the package."""
     for file in (ROOT / folder).rglob("*"):
         if file.suffix in (".py", ".yaml"):
@@ -29,7 +28,7 @@ def sources(folder: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory):
     """Build the source distribution, and the wheel from it, in a copy of the tree."""
     pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree") / "offload-strategy"
@@ -43,14 +42,14 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(dist: Path) -> Iterator[zipfile.ZipFile]:
+def wheel(dist):
     (file,) = dist.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
         yield archive
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_all_that_people_can_use_once(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_carries_all_that_people_can_use_once(wheel):
     names = wheel.namelist()
     assert len(names) == len(set(names))
     expected = {"offload_strategy/py.typed", "offload_strategy/engine/run_report.html"}
@@ -68,9 +67,7 @@ def test_the_wheel_carries_all_that_people_can_use_once(wheel: zipfile.ZipFile) 
 
 
 @pytest.mark.slow
-def test_the_presets_of_the_wheel_are_read_without_the_source_tree(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_the_presets_of_the_wheel_are_read_without_the_source_tree(wheel, tmp_path):
     wheel.extractall(tmp_path)
     # -P keeps the working directory out; the extracted wheel goes before what is installed.
     code = (
@@ -88,7 +85,7 @@ def test_the_presets_of_the_wheel_are_read_without_the_source_tree(
 
 
 @pytest.mark.slow
-def test_the_source_distribution_carries_what_the_wheel_is_built_from(dist: Path) -> None:
+def test_the_source_distribution_carries_what_the_wheel_is_built_from(dist):
     (file,) = dist.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -97,7 +94,7 @@ def test_the_source_distribution_carries_what_the_wheel_is_built_from(dist: Path
     assert {"pyproject.toml", "README.md", "LICENSE", "offload_strategy/py.typed"} <= names
 
 
-def test_every_sub_package_is_listed_in_pyproject() -> None:
+def test_every_sub_package_is_listed_in_pyproject():
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     files = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("__init__.py")}
     files |= {name for folder in MAPPED for name in sources(folder)}
@@ -106,7 +103,7 @@ def test_every_sub_package_is_listed_in_pyproject() -> None:
     assert {name.replace("/", ".") for name in names} == listed
 
 
-def test_every_module_has_a_layer() -> None:
+def test_every_module_has_a_layer():
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     layers = {
         part.strip()
@@ -124,7 +121,7 @@ def test_every_module_has_a_layer() -> None:
     assert modules - own - layers == set()
 
 
-def test_the_links_for_tools_lead_to_the_mapped_folders() -> None:
+def test_the_links_for_tools_lead_to_the_mapped_folders():
     for folder in MAPPED:
         link = PACKAGE / folder
         assert link.resolve() == ROOT / folder

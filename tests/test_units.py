@@ -42,28 +42,28 @@ NO_SIZES = {
 
 
 @pytest.mark.parametrize("text", SIZES)
-def test_a_size_is_read_in_every_notation(text: str | int | float) -> None:
+def test_a_size_is_read_in_every_notation(text):
     assert parse_size(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("words", NO_SIZES)
-def test_what_is_no_size_is_refused_and_the_message_says_what_is(words: str) -> None:
+def test_what_is_no_size_is_refused_and_the_message_says_what_is(words):
     for value in NO_SIZES[words]:
         with pytest.raises(ValueError, match=words):
             parse_size(value)  # type: ignore[arg-type]
 
 
 @given(st.integers(min_value=0, max_value=2**60))
-def test_an_exact_size_reads_back_as_the_same_number(size: int) -> None:
+def test_an_exact_size_reads_back_as_the_same_number(size):
     assert parse_size(exact_size(size)) == size
 
 
 @given(st.integers(min_value=0, max_value=2**50))
-def test_a_size_for_people_is_within_five_percent(size: int) -> None:
+def test_a_size_for_people_is_within_five_percent(size):
     assert parse_size(format_size(size)) == pytest.approx(size, rel=0.05, abs=0.5)
 
 
-def test_a_size_is_written_for_people() -> None:
+def test_a_size_is_written_for_people():
     sizes = [0, 1023, KiB, 1536, 512 * MiB, MiB - 1, 3 * GiB // 2, 5000 * GiB, -2 * MiB]
     written = "0 B, 1023 B, 1 KiB, 1.5 KiB, 512 MiB, 1 MiB, 1.5 GiB, 4.9 TiB, -2 MiB"
     assert ", ".join(map(format_size, sizes)) == written
@@ -73,18 +73,18 @@ def test_a_size_is_written_for_people() -> None:
     ("value", "count"),
     [("100M", 100_000_000), ("1.5B", 1_500_000_000), ("20k", 20_000), (7, 7), ("7", 7)],
 )
-def test_a_number_of_parameters_is_read(value: str | int, count: int) -> None:
+def test_a_number_of_parameters_is_read(value, count):
     assert parse_count(value) == count
 
 
 @pytest.mark.parametrize("value", ["1.5", "100MiB", "many", True, -1])
-def test_what_is_no_number_of_parameters_is_refused(value: object) -> None:
+def test_what_is_no_number_of_parameters_is_refused(value):
     with pytest.raises(ValueError, match=r"parameters|unit|negative"):
         parse_count(value)  # type: ignore[arg-type]
 
 
 @given(st.integers(min_value=0, max_value=2**50), st.sampled_from([1, 64, PAGE_BYTES, 2 * MiB]))
-def test_rounding_up_gives_the_next_multiple(size: int, multiple: int) -> None:
+def test_rounding_up_gives_the_next_multiple(size, multiple):
     rounded = round_up(size, multiple)
     assert rounded % multiple == 0
     assert size <= rounded < size + multiple

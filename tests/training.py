@@ -1,7 +1,5 @@
 """What the tests of training share: engines, comparisons by bits, and plain training loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path

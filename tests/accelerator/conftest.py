@@ -1,9 +1,5 @@
 """Every test needs an accelerator, and runs with kernels that repeat."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,13 +11,13 @@ from tests.accelerator.support import DEVICE, device_module
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if DEVICE == "none":
         pytest.skip("needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim")
 
 
 @pytest.fixture(autouse=True)
-def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _repeatable(monkeypatch):
     """Two plain runs must be the same before an offloaded one can be."""
     # The models are small: copies shall be many all the same.
     monkeypatch.setattr(saved_tensor_hooks, "DEVICE_BATCH_BYTES", 1 * MiB)

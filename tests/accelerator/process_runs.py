@@ -1,7 +1,5 @@
 """What the ranks of `test_processes` do: each has an accelerator of its own."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What tests of accelerators share: a small transformer, its data, and memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,24 +1,19 @@
 """What only CUDA has: GPUDirect Storage, compiled models, and graphs, which are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadEngine
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.backends.protocol import available_backends
 from offload_strategy.units import PAGE_BYTES
 from tests.accelerator.support import DEVICE, batch, loss_of, make
-from tests.io.conformance import Conformance, Memory
+from tests.io.conformance import Conformance
 from tests.io.conftest import region
 from tests.training import (
-    Numbers,
     activations_only,
     backward_history,
     same_with_and_without,
@@ -34,7 +29,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 class DeviceMemory:
     """Device memory at a chosen distance from a page's start, with a guard on both sides."""
 
-    def __init__(self, nbytes: int, misalignment: int = 0) -> None:
+    def __init__(self, nbytes, misalignment=0):
         self.nbytes = nbytes
         self._whole = torch.full(
             (nbytes + misalignment + 3 * PAGE_BYTES,), 0xA5, dtype=torch.uint8, device="cuda"
@@ -44,20 +39,20 @@ class DeviceMemory:
         torch.accelerator.synchronize()
 
     @property
-    def _part(self) -> torch.Tensor:
+    def _part(self):
         return self._whole[self._start : self._start + self.nbytes]
 
     @property
-    def data(self) -> bytes:
+    def data(self):
         return self._part.cpu().numpy().tobytes()
 
     @data.setter
-    def data(self, value: bytes) -> None:
+    def data(self, value):
         self._part.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
         torch.accelerator.synchronize()
 
     @property
-    def around(self) -> set[int]:
+    def around(self):
         """The values of the bytes before and behind."""
         behind = self._whole[self._start + self.nbytes :]
         return set(self._whole[: self._start].tolist()) | set(behind.tolist())
@@ -65,7 +60,7 @@ class DeviceMemory:
 
 class TestHostMemory(Conformance):
     @pytest.fixture
-    def name(self) -> str:
+    def name(self):
         reason = available_backends()["kvikio"]
         if reason is not None:
             pytest.skip(f"kvikio: {reason}")
@@ -73,12 +68,12 @@ class TestHostMemory(Conformance):
 
 
 class TestDeviceMemory(TestHostMemory):
-    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
+    def memory(self, nbytes, misalignment=0):
         return DeviceMemory(nbytes, misalignment)
 
 
 # ---------------------------------------------------------------------- compiled models
-def each_block(model: Any) -> Any:
+def each_block(model):
     for block in model.blocks:
         block.compile()
     return model
@@ -88,10 +83,10 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": torch.compile, "each blo
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
+def test_a_compiled_model_is_the_same(disk, way):
     pytest.importorskip("triton", reason="torch.compile needs it on CUDA")
 
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+    def run(engine):
         torch.compiler.reset()
         base = make(dropout=False)
         compiled = WAYS[way](base)
@@ -105,7 +100,7 @@ def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
 
 
 # ---------------------------------------------------------------------- CUDA graphs
-def on_another_stream(run: Callable[[], Any]) -> None:
+def on_another_stream(run):
     """What CUDA wants before a graph is captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -115,7 +110,7 @@ def on_another_stream(run: Callable[[], Any]) -> None:
     torch.accelerator.synchronize()
 
 
-def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
+def test_a_cuda_graph_of_a_step_is_refused(disk):
     with activations_only(disk) as engine:
         model = make(engine=engine)
         inputs = batch(0)
@@ -127,7 +122,7 @@ def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
         loss_of(model, 1).backward()  # it goes on without
 
 
-def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
+def test_a_cuda_graph_without_gradients_is_no_concern(disk):
     with activations_only(disk) as engine, torch.no_grad():
         model = make(engine=engine).eval()
         inputs = torch.zeros_like(batch(0))

@@ -1,12 +1,9 @@
 """The same to the last bit on an accelerator, where copies run beside the computation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,6 @@ from tests.accelerator.support import (
 )
 from tests.optimizer.runs import snapshot
 from tests.training import (
-    Numbers,
     assert_same_bits,
     assert_same_history,
     attached,
@@ -45,13 +41,7 @@ HOSTS = [None, "1MiB", "1GiB"]
 
 
 # ---------------------------------------------------------------------- activations
-def passes(
-    engine: OffloadEngine | None,
-    wait: bool = True,
-    scope: Any = nullcontext,
-    behind: bool = False,
-    **options: Any,
-) -> list[Numbers]:
+def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
     """Three steps of gradient descent; with `wait`, backward begins when all is on the disk.
 
     With `behind`, the host puts, drops and reads tickets long before the device has computed their
@@ -59,7 +49,7 @@ def passes(
     """
     model = make(engine=engine, **options)
 
-    def loss(step: int) -> torch.Tensor:
+    def loss(step):
         dropped = None
         if behind:
             sleep(100_000_000)
@@ -71,7 +61,7 @@ def passes(
         stir()
         return found
 
-    def between() -> None:
+    def between():
         if engine is not None and wait:
             on_disk(engine)
 
@@ -86,7 +76,7 @@ SCOPES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
-def test_gradients_are_the_same(disk: Path, case: tuple[str | None, str], wait: bool) -> None:
+def test_gradients_are_the_same(disk, case, wait):
     host, precision = case
     scope = SCOPES[precision]
     assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
@@ -111,9 +101,7 @@ def test_gradients_are_the_same(disk: Path, case: tuple[str | None, str], wait: 
     ],
     ids=str,
 )
-def test_gradients_are_the_same_with(
-    disk: Path, memory: dict[str, str], options: dict[str, Any]
-) -> None:
+def test_gradients_are_the_same_with(disk, memory, options):
     config = settings(disk, optimizer={"enabled": False}, memory=memory)
     same_with_and_without(lambda engine: passes(engine, **options), config)
 
@@ -137,14 +125,8 @@ fused = OPTIMIZERS["AdamW fused"]
 
 
 def steps(
-    engine: OffloadEngine | None,
-    optimizer_of: Callable[[Any], Optimizer] = fused,
-    edit: Callable[[nn.Module, int], None] | None = None,
-    wait: bool = False,
-    scaled: bool = False,
-    micro_batches: int = 1,
-    hints: bool = False,
-) -> list[Numbers]:
+    engine, optimizer_of=fused, edit=None, wait=False, scaled=False, micro_batches=1, hints=False
+):
     """Seven steps, whose gradients are edited after backward; losses are scaled for half precision.
 
     What is visible between backward and `step()` is noted in every second step.
@@ -178,20 +160,20 @@ def steps(
     return numbers
 
 
-def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
+def states(model, optimizer):
     return snapshot(model, optimizer, gradients=False)
 
 
-def both(disk: Path, overlap: str = "commit", host: str | None = None) -> dict[str, Any]:
+def both(disk, overlap="commit", host=None):
     options = {"overlap": overlap, "subgroup_size": 20_000}
     return settings(disk, host, optimizer=options, memory={"pinned": "256MiB"})
 
 
-def clip(model: nn.Module, norm: float) -> None:
+def clip(model, norm):
     nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
-def scale(model: nn.Module, step: int, factor: float) -> None:
+def scale(model, step, factor):
     for parameter in model.parameters():
         if step % 3 == 1 and parameter.grad is not None:
             parameter.grad.data.mul_(factor)
@@ -225,9 +207,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize(("loop", "host", "wait"), in_turn(LOOPS, HOSTS, [False, True]))
-def test_parameters_and_states_are_the_same(
-    disk: Path, loop: str, host: str | None, wait: bool, overlap: str
-) -> None:
+def test_parameters_and_states_are_the_same(disk, loop, host, wait, overlap):
     """With `wait`, `step()` begins when all is on the disk."""
     config = both(disk, overlap, host)
     figures = same_with_and_without(lambda engine: steps(engine, wait=wait, **LOOPS[loop]), config)
@@ -235,8 +215,8 @@ def test_parameters_and_states_are_the_same(
     assert left + figures.get("offload/tier/host/used_bytes", 0) > 0 or loop == "SGD"
 
 
-def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
-    def begin(engine: OffloadEngine | None, saved: Any = None) -> tuple[nn.Module, Any]:
+def test_checkpoints_go_both_ways_and_between_devices(disk):
+    def begin(engine, saved=None):
         model = make()
         optimizer = attached(engine, model, fused(model.parameters()))
         if saved is not None:
@@ -260,8 +240,8 @@ def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
     assert_same_bits(states(*last), states(*whole))
 
 
-def test_a_model_may_move_to_the_device_after_it_was_attached(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+def test_a_model_may_move_to_the_device_after_it_was_attached(disk):
+    def run(engine):
         torch.manual_seed(0)
         model = Transformer()
         optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
@@ -272,8 +252,8 @@ def test_a_model_may_move_to_the_device_after_it_was_attached(disk: Path) -> Non
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: str) -> None:
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+def test_one_optimizer_may_have_parameters_on_two_devices(disk, overlap):
+    def run(engine):
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16).to(DEVICE)])
         optimizer = attached(engine, None, AdamW(model.parameters(), 1e-2))
@@ -294,7 +274,7 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
 STREAMED = {"enabled": True, "min_size": 1}
 
 
-def streamed(engine: OffloadEngine | None, building: bool = False, **options: Any) -> list[Numbers]:
+def streamed(engine, building=False, **options):
     """Five steps, then the weights; with `building`, they leave as soon as they are made."""
     with engine.building() if engine is not None and building else nullcontext():
         model = make(**options)
@@ -312,14 +292,12 @@ def streamed(engine: OffloadEngine | None, building: bool = False, **options: An
         *in_turn(HOSTS, ["eager", "off", "commit"], [False, True], [True, False]),
     ],
 )
-def test_streamed_weights_are_the_same(
-    disk: Path, host: str | None, overlap: str, recompute: bool, building: bool
-) -> None:
+def test_streamed_weights_are_the_same(disk, host, overlap, recompute, building):
     config = settings(disk, host, parameters=STREAMED, optimizer={"overlap": overlap})
     same_with_and_without(lambda engine: streamed(engine, building, recompute=recompute), config)
 
 
-def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:
+def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with OffloadEngine(settings(disk, parameters=STREAMED)) as engine:

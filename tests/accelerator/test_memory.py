@@ -1,13 +1,9 @@
 """Memory of the device and pinned memory: limits hold, and what left or failed is freed."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +41,7 @@ from tests.training import (
 )
 
 
-def config_of(disk: Path, **sections: Any) -> dict[str, Any]:
+def config_of(disk, **sections):
     """With the defaults of what is not given, and all the space that the disk has."""
     return {"tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}], **sections}
 
@@ -64,7 +60,7 @@ LIMITS: list[tuple[float, str | None, bool]] = [
 ]
 
 
-def training(engine: OffloadEngine | None, steps: int) -> tuple[list[Numbers], list[int]]:
+def training(engine, steps):
     """Losses and weights; and the peak of each step."""
     model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
@@ -76,9 +72,7 @@ def training(engine: OffloadEngine | None, steps: int) -> tuple[list[Numbers], l
 
 
 @pytest.mark.parametrize(("share", "host", "planned"), LIMITS)
-def test_a_limit_holds_and_what_fits_stays(
-    disk: Path, share: float, host: str | None, planned: bool
-) -> None:
+def test_a_limit_holds_and_what_fits_stays(disk, share, host, planned):
     steps = 12 if planned else 8
     idle_memory()
     expected, plain = training(None, steps)
@@ -107,12 +101,12 @@ def test_a_limit_holds_and_what_fits_stays(
         assert chosen.activations.enabled is (share < 1), told
 
 
-def large() -> nn.Module:
+def large():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(2048, 2048, device=DEVICE) for _ in range(16)))
 
 
-def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
+def losses_of(model, optimizer):
     inputs = torch.ones(8, 2048, device=DEVICE)
     found = []
     for _ in range(3):
@@ -125,7 +119,7 @@ def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
     return found
 
 
-def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
+def test_weights_larger_than_the_memory_allowed_are_trained(disk):
     model = large()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     expected = losses_of(model, AdamW(model.parameters(), lr=1e-3))
@@ -151,7 +145,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- what is given back
-def test_pinned_memory_is_given_back(disk: Path) -> None:
+def test_pinned_memory_is_given_back(disk):
     with activations_only(disk) as engine:
         model = make(engine=engine)
         for step in range(3):
@@ -164,7 +158,7 @@ def test_pinned_memory_is_given_back(disk: Path) -> None:
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 
-def test_pinned_memory_is_exactly_as_asked() -> None:
+def test_pinned_memory_is_exactly_as_asked():
     """Torch's own allocator of pinned memory would round every size up to a power of two."""
     pool = BufferPool(16 * MiB)
     nbytes = 4 * MiB + PAGE_BYTES
@@ -176,7 +170,7 @@ def test_pinned_memory_is_exactly_as_asked() -> None:
     pool.close()
 
 
-def six_steps(engine: OffloadEngine | None) -> list[Numbers]:
+def six_steps(engine):
     model = make(32, 2)
     optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
     found = train(model, optimizer, range(6), rows=2, length=16)
@@ -188,8 +182,8 @@ def six_steps(engine: OffloadEngine | None) -> list[Numbers]:
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("capacity", ["64KiB", "16MiB"], ids=["some", "all"])
 def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end(
-    disk: Path, overlap: str, capacity: str
-) -> None:
+    disk, overlap, capacity
+):
     config = settings(disk, activations={"enabled": False}, optimizer={"overlap": overlap})
     config["tiers"].insert(0, {"name": "device", "kind": "device", "capacity": capacity})
     before = idle_memory()
@@ -201,8 +195,8 @@ def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end
 
 
 # ---------------------------------------------------------------------- errors
-def fail_in(hook: str, error: type[BaseException], model: Any) -> None:
-    def fail(*_: Any) -> None:
+def fail_in(hook, error, model):
+    def fail(*_):
         raise error
 
     handle = getattr(model.blocks[1], f"register_{hook}_hook")(fail)
@@ -211,7 +205,7 @@ def fail_in(hook: str, error: type[BaseException], model: Any) -> None:
     handle.remove()
 
 
-def run_out_of_memory(model: nn.Module) -> None:
+def run_out_of_memory(model):
     with (
         memory_beyond(1 << (30 if DEVICE == "cuda" else 26)),
         pytest.raises(torch.OutOfMemoryError),
@@ -228,10 +222,10 @@ TROUBLES = {
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_training_goes_on_after(disk: Path, trouble: str, overlap: str) -> None:
+def test_training_goes_on_after(disk, trouble, overlap):
     """Three steps, one with trouble where there is an engine, which is left out, and three more."""
 
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+    def run(engine):
         model = make()
         optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
         found = train(model, optimizer, range(3))
@@ -258,12 +252,12 @@ BEHIND = 600_000_000
 class Paced(PacedBackend):
     """Reads and writes a gigabyte in a second."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__(read=1e9, write=1e9, **options)
 
 
 @pytest.fixture
-def paced_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def paced_disk(monkeypatch):
     """A directory in memory where there is one, so that no disk is slower than that."""
     monkeypatch.setattr(posix, "PosixBackend", Paced)
     memory = Path("/dev/shm")
@@ -271,15 +265,13 @@ def paced_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-def waiting_calls() -> dict[str, int]:
+def waiting_calls():
     """Of a simulated device: what waited for it and what pinned memory since the last call."""
     counts = device_module.counts(reset=True) if DEVICE == "sim" else {}
     return {name: n for name, n in counts.items() if name.startswith(("sync:", "pinned:"))}
 
 
-def behind(
-    engine: OffloadEngine | None, cycles: int = 0
-) -> tuple[torch.Tensor, list[int], list[int], dict[str, int]]:
+def behind(engine, cycles=0):
     """The gradient; the bytes at the begin of each step and on top; what the last one waits for.
 
     The device is far behind the host in each step.
@@ -292,7 +284,7 @@ def behind(
     begins: list[int] = []
     waits: dict[str, int] = {}
 
-    def step(_: int) -> None:
+    def step(_):
         nonlocal waits
         begins.append(device_module.memory_allocated())
         waiting_calls()
@@ -311,9 +303,7 @@ def behind(
     ("host", "defaults"),
     [*product([None, "1MiB", "1GiB"], [False]), *product([None, "48MiB", "1GiB"], [True])],
 )
-def test_memory_is_freed_although_the_device_is_behind(
-    paced_disk: Path, host: str | None, defaults: bool
-) -> None:
+def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, defaults):
     """All leaves; or, with `budget: auto`, what can be hidden, as each layer computes for 20 ms."""
     config = settings(paced_disk, host)
     config |= {"mode": "always", "optimizer": {"enabled": False}, "memory": {"pinned": "1GiB"}}
@@ -334,7 +324,7 @@ def test_memory_is_freed_although_the_device_is_behind(
         assert waits == {}, "a steady step neither waits for the device nor pins memory"
 
 
-def counted(engine: OffloadEngine | None, scaled: bool) -> dict[str, int]:
+def counted(engine, scaled):
     """Synchronising calls and registrations of host memory in the last step, by any thread."""
     model = make(32, 2)
     optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3, foreach=True))
@@ -357,7 +347,7 @@ def counted(engine: OffloadEngine | None, scaled: bool) -> dict[str, int]:
     # An update during backward cannot be scaled after it.
     [*product([None, "off", "commit"], [False, True]), ("eager", False)],
 )
-def test_a_steady_step_does_not_wait(paced_disk: Path, overlap: str | None, scaled: bool) -> None:
+def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
     expected = counted(None, scaled)
     section = {"enabled": False} if overlap is None else {"overlap": overlap}
     config = settings(paced_disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
@@ -372,9 +362,7 @@ def test_a_steady_step_does_not_wait(paced_disk: Path, overlap: str | None, scal
 
 # ---------------------------------------------------------------------- the report
 @pytest.mark.parametrize("steps", [3, 9])  # the device times the first eight passes
-def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(
-    steps: int, disk: Path
-) -> None:
+def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(steps, disk):
     config = settings(disk)
     config["tiers"][0]["capacity"] = "1GiB"
     with OffloadEngine(config) as engine:

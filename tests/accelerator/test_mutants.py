@@ -5,14 +5,11 @@ line of the copy engine; scenarios are repeated with other delays until one of t
 gradient that differs, or in memory that is not freed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -34,26 +31,26 @@ LAYERS, ELEMENTS = 24, 32 * KiB
 SEEDS = 6
 
 
-def churn() -> None:
+def churn():
     """Use the memory that was just freed."""
     for _ in range(4):
         torch.full((ELEMENTS,), float("nan"), device=DEVICE)
 
 
-def model_on(engine: OffloadEngine | None) -> Deep:
+def model_on(engine):
     model = Deep(LAYERS).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     return model
 
 
-def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
+def inputs(*shape, seed=0):
     found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     torch.accelerator.synchronize()
     return found.requires_grad_()
 
 
-def gradients(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+def gradients(engine, seed):
     """Of three steps, on a stream of the user's with every other seed."""
     model, x = model_on(engine), inputs(ELEMENTS)
     found = []
@@ -72,7 +69,7 @@ def gradients(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def gradients_after_a_dropped_pass(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+def gradients_after_a_dropped_pass(engine, seed):
     """A pass is dropped while the device is behind; its buffers serve loads of another one."""
     model, x = model_on(engine), inputs(ELEMENTS, seed=seed)
     loss = model(x).sum()
@@ -86,7 +83,7 @@ def gradients_after_a_dropped_pass(engine: OffloadEngine | None, seed: int) -> l
     return [x.grad]
 
 
-def updated(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
+def updated(engine, seed):
     """Weights, of which updates run during backward on a stream of their own."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to(DEVICE)
@@ -107,12 +104,7 @@ def updated(engine: OffloadEngine | None, seed: int) -> list[torch.Tensor]:
     return seen
 
 
-def differs(
-    run: Callable[[OffloadEngine | None, int], list[torch.Tensor]],
-    host: str | None,
-    disk: Path,
-    seed: int,
-) -> bool:
+def differs(run, host, disk, seed):
     """Whether tensors are not those of plain training."""
     eager = {"overlap": "eager", "subgroup_size": 20_000}
     section = eager if run is updated else {"enabled": False}
@@ -122,7 +114,7 @@ def differs(
     return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
 
 
-def too_much_memory(disk: Path, seed: int) -> bool:
+def too_much_memory(disk, seed):
     """Whether more is in use than the windows allow while the device is behind."""
     config = settings(disk, "1GiB", optimizer={"enabled": False}, memory={"pinned": "4MiB"})
     with OffloadEngine(config) as engine:
@@ -153,7 +145,7 @@ SCENARIOS: list[Scenario] = [
 OF_UPDATES: list[Scenario] = [partial(differs, updated, "1GiB")]
 
 
-def recorded(copies: str, stream: str, options: str = "") -> tuple[str, str]:
+def recorded(copies, stream, options=""):
     """The end of copies is recorded before them."""
     copied = f"            for {copies}, non_blocking=True)\n"
     event = (
@@ -233,7 +225,7 @@ MUTANTS: dict[ModuleType, dict[str, str | tuple[str, str]]] = {
 ORIGINALS = {name: original for original, names in MUTANTS.items() for name in names}
 
 
-def mutated(original: ModuleType, old: str, new: str) -> Any:
+def mutated(original, old, new):
     source = inspect.getsource(original)
     assert source.count(old) >= 1, "the mutant's line is not there any more"
     module = ModuleType("mutated")
@@ -243,14 +235,14 @@ def mutated(original: ModuleType, old: str, new: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_deliberate_bug_is_found(disk, monkeypatch, name):
     original = ORIGINALS[name]
     change = MUTANTS[original][name]
     module = mutated(original, *((change, "pass") if isinstance(change, str) else change))
     if original is copy_engine:
         close = module.CopyEngine.close
 
-        def close_when_idle(engine: Any) -> None:
+        def close_when_idle(engine):
             # A copy that the mutant has lost sight of must not end the process.
             torch.accelerator.synchronize()
             close(engine)
@@ -277,7 +269,7 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: pytest.MonkeyPatch, 
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
-def test_calls_that_wait_for_the_device_are_counted() -> None:
+def test_calls_that_wait_for_the_device_are_counted():
     tensor = inputs(ELEMENTS).detach()
     device_module.counts(reset=True)
     tensor[0].item()
@@ -288,7 +280,7 @@ def test_calls_that_wait_for_the_device_are_counted() -> None:
     assert waited == {f"sync:{call}" for call in calls}
 
 
-def test_without_a_bug_nothing_is_found(disk: Path) -> None:
+def test_without_a_bug_nothing_is_found(disk):
     for seed in range(SEEDS):
         for scenario in [*SCENARIOS, *OF_UPDATES]:
             assert not scenario(disk, seed), f"{scenario}, seed {seed}"

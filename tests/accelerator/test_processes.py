@@ -1,9 +1,5 @@
 """Two processes with an accelerator each: the same bits, and reductions beside backward."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,9 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("sharded", "streamed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("overlap", "host"), [("commit", None), ("eager", "64MiB"), ("off", None)])
-def test_the_bits_are_the_same(
-    tmp_path: Path, sharded: bool, overlap: str, host: str | None, streamed: bool
-) -> None:
+def test_the_bits_are_the_same(tmp_path, sharded, overlap, host, streamed):
     options = {"sharded": sharded, "overlap": overlap, "host": host, "streamed": streamed}
     where = "tests.accelerator.process_runs:compare"
     assert run_ranks(where, tmp_path, group=False, kind=DEVICE, **options) == [True, True]
@@ -27,6 +21,6 @@ def test_the_bits_are_the_same(
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
 @pytest.mark.parametrize("overlap", ["commit", "off"])
-def test_backward_does_not_wait_for_reductions(tmp_path: Path, overlap: str) -> None:
+def test_backward_does_not_wait_for_reductions(tmp_path, overlap):
     where = "tests.accelerator.process_runs:overlap_of_reductions"
     assert run_ranks(where, tmp_path, group=False, kind=DEVICE, overlap=overlap) == [0, 0]

@@ -4,16 +4,11 @@ What lies in memory that was freed too early is overwritten meanwhile, so that a
 not wait for another shows in the numbers. ``make stress`` runs two threads with a thousand seeds.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,12 +47,12 @@ SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
 
 
 @pytest.fixture
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def late_copies(monkeypatch):
     """Every third copy begins late."""
     dice = random.Random(0)
 
-    def late(original: Any, direction: int) -> Any:
-        def copy(engine: CopyEngine, *args: Any) -> Any:
+    def late(original, direction):
+        def copy(engine, *args):
             if dice.random() < 0.33:
                 with using_stream(engine._copying(engine._compute())[direction]):
                     sleep(dice.randrange(_CYCLES))
@@ -74,13 +69,11 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---------------------------------------------------------------------- one thread
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
-def test_many_steps_are_the_same_and_take_no_more_memory(
-    disk: Path, late_copies: None, host: str | None, overlap: str
-) -> None:
+def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host, overlap):
     """Losses of each step, and the weights after every twentieth."""
     levels = []
 
-    def train(engine: OffloadEngine | None) -> list[Numbers]:
+    def train(engine):
         dice = random.Random(1)
         model = make(32, 2)
         optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
@@ -119,12 +112,10 @@ def test_many_steps_are_the_same_and_take_no_more_memory(
 
 # ---------------------------------------------------------------------- two streams
 @pytest.mark.parametrize("priority", [-1, 0])
-def test_two_streams_of_the_users_are_the_same(
-    disk: Path, late_copies: None, priority: int
-) -> None:
+def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
     """Forward on one, backward on another, as pipelines do."""
 
-    def run(engine: OffloadEngine | None) -> list[Numbers]:
+    def run(engine):
         model = make(32, 2, engine=engine)
         one, two = new_stream(priority), new_stream(priority)
         found = []
@@ -148,7 +139,7 @@ def test_two_streams_of_the_users_are_the_same(
 
 
 # ---------------------------------------------------------------------- two threads
-def train(model: nn.Module, optimizer: Any, seed: int) -> list[Numbers]:
+def train(model, optimizer, seed):
     """Three steps on a stream of their own."""
     device = next(model.parameters()).device
     dice = random.Random(seed)
@@ -167,7 +158,7 @@ def train(model: nn.Module, optimizer: Any, seed: int) -> list[Numbers]:
     return found
 
 
-def models() -> list[nn.Module]:
+def models():
     """Without random numbers, which threads would draw in any order; each on its own device.
 
     Where there are two devices, autograd has two threads as well.
@@ -179,14 +170,14 @@ def models() -> list[nn.Module]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[Numbers]]:
+def expected():
     """Of plain training, of one model after the other."""
     found = [train(model, AdamW(model.parameters(), 1e-3), 0) for model in models()]
     torch.accelerator.set_device_index(0)  # other tests run in this thread
     return found
 
 
-def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
+def train_both(disk, seed):
     """Losses and weights of two models, of two threads; by seed, they have one engine or two."""
     section = {"overlap": ["commit", "eager", "off"][seed // 2 % 3]}
     config = settings(disk, "64KiB", optimizer=section, memory={"pinned": "1MiB"})
@@ -198,7 +189,7 @@ def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
         ]
         begin = threading.Barrier(2)
 
-        def work(number: int) -> list[Numbers]:
+        def work(number):
             begin.wait()
             return train(*pairs[number], seed + number)
 
@@ -210,7 +201,7 @@ def train_both(disk: Path, seed: int) -> list[list[Numbers]]:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], seed: int) -> None:
+def test_two_threads_train_the_same(disk, expected, seed):
     with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
         got = train_both(disk, seed)
     for one, other in zip(got, expected, strict=True):

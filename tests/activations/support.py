@@ -1,7 +1,5 @@
 """What the tests of activations share: tiny models, and a step with and without offload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,18 +1,14 @@
 """How much leaves, by what a path can hide and its drives may take, and what is fetched ahead."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
 
-from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy import OffloadConfig
 from offload_strategy.activations import write_budget
 from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, Budget
 from offload_strategy.activations.forward_records import Trace
@@ -45,23 +41,23 @@ class SlowPath:
     waits: list[float] = field(default_factory=list)
     clears: bool = False
 
-    def writing_bytes(self) -> int:
+    def writing_bytes(self):
         return self.waiting
 
-    def rate(self, *, write: bool) -> float | None:
+    def rate(self, *, write):
         return self.write if write else self.read
 
-    def has_room_in_memory(self, nbytes: int) -> bool:
+    def has_room_in_memory(self, nbytes):
         return nbytes <= self.memory
 
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
+    def await_writing_at_most(self, nbytes, seconds):
         self.waits.append(seconds)
         if self.clears:
             self.waiting = min(self.waiting, nbytes)
         return 0.0
 
 
-def step(saved: int, left: int, waited: float = 0.0) -> Trace:
+def step(saved, left, waited=0.0):
     """A step of ten seconds that is over."""
     trace = Trace()
     trace.started_at = 0.0
@@ -70,7 +66,7 @@ def step(saved: int, left: int, waited: float = 0.0) -> Trace:
     return trace
 
 
-def offer(budget: AutomaticBudget, nbytes: int, trace: Trace, idle: float | None = None) -> bool:
+def offer(budget, nbytes, trace, idle=None):
     """As the pack hook does."""
     trace.saved_bytes += nbytes
     if budget.admits(nbytes, trace, idle):
@@ -79,7 +75,7 @@ def offer(budget: AutomaticBudget, nbytes: int, trace: Trace, idle: float | None
     return False
 
 
-def test_a_path_that_is_behind_gets_no_more() -> None:
+def test_a_path_that_is_behind_gets_no_more():
     path, trace = SlowPath(), Trace()
     budget = AutomaticBudget(path, GiB)
     assert all(offer(budget, 10 * MiB, trace) for _ in range(100))
@@ -90,7 +86,7 @@ def test_a_path_that_is_behind_gets_no_more() -> None:
     assert offer(budget, 10 * MiB, trace)
 
 
-def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
+def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known():
     path, trace = SlowPath(clears=True), Trace()
     budget = AutomaticBudget(path, GiB)
     budget.learn(step(GiB, GiB))
@@ -100,7 +96,7 @@ def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
     assert path.waits == [pytest.approx(10.0 * ALLOWANCE)]
 
 
-def test_host_memory_takes_whatever_the_path_is_doing() -> None:
+def test_host_memory_takes_whatever_the_path_is_doing():
     path, trace = SlowPath(waiting=GiB, memory=MiB), Trace()
     budget = AutomaticBudget(path, 16 * MiB)
     assert offer(budget, MiB, trace)
@@ -111,7 +107,7 @@ def test_host_memory_takes_whatever_the_path_is_doing() -> None:
     assert not offer(budget, MiB, Trace())
 
 
-def test_what_is_used_soon_stays() -> None:
+def test_what_is_used_soon_stays():
     path, trace = SlowPath(write=100 * MiB, read=100 * MiB), Trace()
     budget = AutomaticBudget(path, GiB)
     budget.learn(step(GiB, GiB))
@@ -132,9 +128,7 @@ def test_what_is_used_soon_stays() -> None:
         (1000, [(1000, 2, 80), (800, 2, 0), (0, 0, 2), (20, 2, 1), (10, 0, 3)]),
     ],
 )
-def test_less_leaves_after_a_backward_that_waited_and_more_again_later(
-    read: int, passes: list[tuple[int, float, int]]
-) -> None:
+def test_less_leaves_after_a_backward_that_waited_and_more_again_later(read, passes):
     """Each pass: MiB that left, seconds that it waited, and items that may leave next time."""
     budget = AutomaticBudget(SlowPath(read=float(read * MiB)), GiB)
     for left, waited, expected in passes:
@@ -143,7 +137,7 @@ def test_less_leaves_after_a_backward_that_waited_and_more_again_later(
         assert sum(offer(budget, 10 * MiB, trace) for _ in range(100)) == expected
 
 
-def test_the_amount_is_told_once_when_it_has_settled(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_amount_is_told_once_when_it_has_settled(caplog):
     budget = AutomaticBudget(SlowPath(), GiB)
     with caplog.at_level(logging.INFO, logger="offload_strategy"):
         for _ in range(10):
@@ -153,7 +147,7 @@ def test_the_amount_is_told_once_when_it_has_settled(caplog: pytest.LogCaptureFi
 
 
 # ---------------------------------------------------------------------- prefetching
-def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
+def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it():
     book, trace, again = UseOrderHistory(), Trace(), Trace()
     for made in (trace, again):
         made.saved(made.prefix_with(torch.empty(2)), 4)
@@ -169,12 +163,12 @@ def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> Non
 class Crossed(nn.Module):
     """Backward does not go through the branches in the reverse order of forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         made = [torch.tanh(branch(x + number)) for number, branch in enumerate(self.branches)]
         return (made[2] * made[0]).sum() + (made[1] * made[3]).exp().mean()
 
@@ -182,11 +176,11 @@ class Crossed(nn.Module):
 BATCH = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
 
-def figure(engine: OffloadEngine, name: str) -> float:
+def figure(engine, name):
     return engine.metrics()[f"offload/activations/{name}"]
 
 
-def test_a_learned_order_has_no_misses(disk: Path) -> None:
+def test_a_learned_order_has_no_misses(disk):
     plain, model = Crossed(), Crossed()
     expected = backward_history(plain, lambda step: plain(BATCH), steps=6)
     misses: list[float] = []
@@ -205,7 +199,7 @@ def test_a_learned_order_has_no_misses(disk: Path) -> None:
     assert misses[-3:] == [1, 1, 1]
 
 
-def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
+def test_a_distance_in_bytes_is_kept_to(disk):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
     lent: list[int] = []
     with activations_only(disk, prefetch=64 * 32 * 4) as engine:
@@ -220,7 +214,7 @@ def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
     assert 0 < max(lent) <= 3 * 64 * 32 * 4
 
 
-def test_forward_passes_under_one_hint_are_one_record(engine: OffloadEngine) -> None:
+def test_forward_passes_under_one_hint_are_one_record(engine):
     model = Crossed()
     engine.attach(model)
     sizes = []
@@ -232,7 +226,7 @@ def test_forward_passes_under_one_hint_are_one_record(engine: OffloadEngine) -> 
     assert sizes[1] == 2 * sizes[0]
 
 
-def test_a_step_without_all_of_its_backward_is_learned_from_as_well(engine: OffloadEngine) -> None:
+def test_a_step_without_all_of_its_backward_is_learned_from_as_well(engine):
     model = Crossed()
     engine.attach(model)
     misses = []
@@ -253,23 +247,23 @@ STEP_SECONDS = 60.0
 class Training:
     """Steps of a minute each, and what activations and states have written by the end of each."""
 
-    def __init__(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, disk, monkeypatch):
         self.disk, self.now, self.written = disk, 1000.0, list[tuple[int, int]]()
         for module in (write_budget, engine_metrics):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
-    def config(self, per_step: float | None, host: str | None = None) -> dict[str, Any]:
+    def config(self, per_step, host=None):
         made = settings(self.disk, host, optimizer={"overlap": "off"})
         if per_step is not None:
             made["tiers"][-1]["writes_per_day"] = int(per_step * 86400 / STEP_SECONDS)
         return made
 
-    def run(self, config: Any, steps: int = 3) -> dict[str, float]:
+    def run(self, config, steps=3):
         """Train with and without an engine; returns its metrics."""
         self.written.clear()
         return same_with_and_without(lambda engine: self._losses(engine, steps), config)
 
-    def _losses(self, engine: OffloadEngine | None, steps: int) -> list[Numbers]:
+    def _losses(self, engine, steps):
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(16) for _ in range(4)))
         optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-3))
@@ -289,7 +283,7 @@ class Training:
             self.now += STEP_SECONDS
         return found
 
-    def without_budget(self) -> tuple[int, int]:
+    def without_budget(self):
         """What a step writes without a budget, of activations and of states."""
         self.run(self.config(None))
         activations, states = (b - a for a, b in zip(*self.written[-2:], strict=True))
@@ -298,13 +292,11 @@ class Training:
 
 
 @pytest.fixture
-def training(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+def training(disk, monkeypatch):
     return Training(disk, monkeypatch)
 
 
-def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(
-    training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(training, caplog):
     activations, states = training.without_budget()
     per_step = states + activations / 2
     metrics = training.run(training.config(per_step), steps=40)
@@ -317,11 +309,8 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
 def test_what_must_move_goes_on_and_the_run_is_told_once_after_an_hours_worth(
-    training: Training,
-    has_room: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    training, has_room, caplog, monkeypatch
+):
     activations, states = training.without_budget()
     monkeypatch.setattr(Budget, "may_stay", lambda *_: has_room)
     training.run(training.config(states / 4), steps=20)
@@ -331,7 +320,7 @@ def test_what_must_move_goes_on_and_the_run_is_told_once_after_an_hours_worth(
     assert training.written[-1] == (activations * (1 if has_room else 20), 20 * states)
 
 
-def test_a_dram_tier_needs_no_budget_and_processes_share_it(training: Training) -> None:
+def test_a_dram_tier_needs_no_budget_and_processes_share_it(training):
     limited = OffloadConfig.load(training.config(1000, host="1MiB"))
     metrics = training.run(limited)
     assert metrics["offload/activations/step_left_bytes"] > 0

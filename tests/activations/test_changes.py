@@ -1,12 +1,9 @@
 """Changes of what was saved, in place or hidden: errors as without offload, or no harm."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,29 +24,29 @@ class _ChangesSaved(torch.autograd.Function):
     """Its backward computes in place in what it saved."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, y):
         ctx.save_for_backward(y)
         return y.sin()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx, grad):
         (y,) = ctx.saved_tensors
         return grad * y.cos_()
 
 
-def _squares(w: torch.Tensor) -> dict[str, torch.Tensor]:
+def _squares(w):
     x = noise(8, 8)
     base = torch.tanh(torch.tanh(x @ w) @ w)
     y = base[2:]
     return {"loss": (y * y).exp().sum(), "y": y, "base": base, "x": x, "w": w}
 
 
-def _base_of_views(w: torch.Tensor) -> torch.Tensor:
+def _base_of_views(w):
     y = (X @ w) * 2
     return (y[2:] * y[:6]).sum() + _ChangesSaved.apply(y[1:]).sum()
 
 
-def _twice(w: torch.Tensor) -> torch.Tensor:
+def _twice(w):
     loss = _ChangesSaved.apply((X @ w).tanh()).sum()
     loss.backward(retain_graph=True)
     return loss
@@ -73,13 +70,13 @@ IN_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def refusal(name: str, attach: Callable[[nn.Module], object], between: Callable[[], object]) -> Any:
+def refusal(name, attach, between):
     """What autograd's error says of the tensor that was changed, and of its versions."""
     function = IN_BACKWARD.get(name)
     model = Calls(_squares if function is None else lambda w: {"loss": function(w)})
     attach(model)
 
-    def step() -> None:
+    def step():
         tensors = model()
         between()
         with torch.no_grad():
@@ -96,9 +93,7 @@ def refusal(name: str, attach: Callable[[nn.Module], object], between: Callable[
 
 @pytest.mark.parametrize("where", ["in a batch", "being written", "on the disk", "host", "kept"])
 @pytest.mark.parametrize("name", [*BETWEEN, *IN_BACKWARD])
-def test_a_change_of_a_saved_tensor_is_an_error_as_without_offload(
-    name: str, where: str, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_saved_tensor_is_an_error_as_without_offload(name, where, disk, monkeypatch):
     """The same tensor, at the same versions."""
     expected = refusal(name, lambda model: None, lambda: None)
     go = threading.Event()
@@ -116,7 +111,7 @@ def test_a_change_of_a_saved_tensor_is_an_error_as_without_offload(
     assert got == expected is not None
 
 
-def test_a_backward_may_change_what_it_alone_has_saved(engine: OffloadEngine) -> None:
+def test_a_backward_may_change_what_it_alone_has_saved(engine):
     compare(engine, Calls(lambda w: _ChangesSaved.apply(X @ w).sum()))
 
 
@@ -136,7 +131,7 @@ FILLED_LATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _observed(y: torch.Tensor) -> torch.Tensor:
+def _observed(y):
     on, low, high = torch.ones(1, dtype=torch.long), torch.tensor([-9.0]), torch.tensor([9.0])
     scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int)
     return torch.fused_moving_avg_obs_fake_quant(
@@ -145,11 +140,11 @@ def _observed(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def written_at_once(monkeypatch):
     """What the store gets is on the disk before training goes on."""
     put_all = TensorStore.put_all
 
-    def put_and_wait(self: TensorStore, *args: Any, **options: Any) -> Any:
+    def put_and_wait(self, *args, **options):
         tickets = put_all(self, *args, **options)
         self.wait_for_writes()
         return tickets
@@ -159,30 +154,28 @@ def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", FILLED_LATE)
 @pytest.mark.usefixtures("written_at_once")
-def test_what_a_kernel_fills_after_it_was_saved(kind: str, engine: OffloadEngine) -> None:
+def test_what_a_kernel_fills_after_it_was_saved(kind, engine):
     compare(engine, Calls(lambda w: (FILLED_LATE[kind](X @ w) * X).exp().sum()))
 
 
 # ---------------------------------------------------------------------- neighbours
-def _halves(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _halves(w):
     with torch.no_grad():
         return (w @ X).unsafe_chunk(2, 1)
 
 
 @pytest.mark.parametrize("checksum", ["full", "sampled"])
-def test_a_neighbour_that_changes_while_bytes_are_written_is_no_error(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, checksum: str
-) -> None:
+def test_a_neighbour_that_changes_while_bytes_are_written_is_no_error(disk, monkeypatch, checksum):
     """A recurrent layer saves a strided part of its gates, and changes the next one in place."""
     begun, changed = threading.Event(), threading.Event()
     move = PosixBackend.move
 
-    def move_late(*args: Any) -> None:
+    def move_late(*args):
         begun.set()
         changed.wait(60)
         move(*args)
 
-    def function(w: torch.Tensor) -> torch.Tensor:
+    def function(w):
         first, second = _halves(w)
         loss = Saves.apply(w * 1, first).sum()
         loss = Saves.apply(w * 2, noise(8)).sum() + loss  # the first is being written now
@@ -207,8 +200,8 @@ def test_a_neighbour_that_changes_while_bytes_are_written_is_no_error(
 
 
 @pytest.mark.usefixtures("written_at_once")
-def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine: OffloadEngine) -> None:
-    def function(w: torch.Tensor) -> torch.Tensor:
+def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
+    def function(w):
         first, second = _halves(w)
         with torch.no_grad():
             first.mul_(2)
@@ -230,9 +223,7 @@ HIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", [*HIDDEN, None])
 @pytest.mark.parametrize("host", [None, "1MiB"])
-def test_a_hidden_change_is_found_on_request(
-    name: str | None, host: str | None, disk: Path
-) -> None:
+def test_a_hidden_change_is_found_on_request(name, host, disk):
     layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
     with activations_only(disk, host=host, verify=True) as engine:
         engine.attach(layer)

@@ -1,11 +1,8 @@
 """Where offload begins and ends: calls of a model, scopes, threads, hooks around and inside."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +11,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
-from offload_strategy import OffloadEngine
 from tests.activations.support import Calls, X, compare, network, noise, with_gradients
 from tests.training import (
-    Numbers,
     activations_only,
     assert_same_bits,
     bits,
@@ -27,11 +22,11 @@ from tests.training import (
 )
 
 
-def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None:
+def test_a_scope_covers_work_outside_of_the_model(engine):
     model = nn.Linear(8, 8)
     x, target = noise(4, 8), noise(4, 8, seed=9)
 
-    def run(scope: Any) -> torch.Tensor:
+    def run(scope):
         model.zero_grad()
         with scope:
             loss = F.cross_entropy(model(x).exp(), target.softmax(1))
@@ -49,15 +44,15 @@ def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None
     assert moved(engine) - without > without
 
 
-def test_activations_leave_in_eval_mode_if_gradients_are_recorded(engine: OffloadEngine) -> None:
+def test_activations_leave_in_eval_mode_if_gradients_are_recorded(engine):
     """As with frozen batch norms, and with adapters on a frozen base."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)).eval()
     model[0].requires_grad_(False)
     compare(engine, model, lambda: model(noise(4, 8)).sum())
 
 
-def test_gradients_are_the_same_through_a_module_that_calls_itself(engine: OffloadEngine) -> None:
-    def function(w: torch.Tensor, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+def test_gradients_are_the_same_through_a_module_that_calls_itself(engine):
+    def function(w, x, depth=3):
         x = torch.tanh(x @ w)
         return x if depth == 0 else model(x, depth - 1) * x
 
@@ -66,7 +61,7 @@ def test_gradients_are_the_same_through_a_module_that_calls_itself(engine: Offlo
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no gradients"])
-def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str) -> None:
+def test_nothing_leaves_when_nothing_is_trained(engine, how):
     model, x = network(), noise(4, 8)
     expected = model(x)
     engine.attach(model)
@@ -80,17 +75,17 @@ def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str)
     assert engine._resources.store.live_tickets == 0
 
 
-def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:
+def test_a_call_that_never_began_ends_no_other(engine):
     """A hook before ours refuses the inner of two calls of one module; the outer goes on."""
     depth = 0
 
-    def refuse_the_inner(module: nn.Module, args: Any) -> None:
+    def refuse_the_inner(module, args):
         nonlocal depth
         depth += 1
         if depth == 2:
             raise ValueError("too deep")
 
-    def function(w: torch.Tensor) -> torch.Tensor:
+    def function(w):
         with pytest.raises(ValueError, match="too deep"):
             model()
         return (w * 2).exp().sum()  # saved after the inner call
@@ -104,12 +99,12 @@ def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:
     loss.backward()
 
 
-def test_two_threads_may_run_the_same_model(engine: OffloadEngine) -> None:
+def test_two_threads_may_run_the_same_model(engine):
     """One trains in the middle of its forward while the other evaluates, begins and ends."""
     inside, resume = threading.Event(), threading.Event()
     other = threading.current_thread()
 
-    def function(w: torch.Tensor) -> torch.Tensor:
+    def function(w):
         y = (X @ w).exp()
         if threading.current_thread() is not other:
             inside.set()
@@ -148,17 +143,15 @@ HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
 }
 
 
-def run_under(
-    kind: str, model: nn.Module, between: Callable[[], object] = lambda: None
-) -> tuple[Numbers, list[str]]:
+def run_under(kind, model, between=lambda: None):
     """Gradients of a step in hooks of a kind, and which calls of these there were."""
     called: list[str] = []
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor):
         called.append(f"pack {tuple(tensor.shape)}")
         return HOOKS[kind][0](tensor)
 
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack(packed):
         called.append("unpack")
         return HOOKS[kind][1](packed)
 
@@ -186,9 +179,7 @@ def run_under(
         ("allow mutation", False),
     ],
 )
-def test_hooks_around_a_model_do_what_they_do_without_offload(
-    engine: OffloadEngine, kind: str, leaves: bool
-) -> None:
+def test_hooks_around_a_model_do_what_they_do_without_offload(engine, kind, leaves):
     """Numbers too: where they change what is saved, they change it just the same."""
     model = network().append(nn.Dropout(0.2))
     expected, called = run_under(kind, model)
@@ -200,7 +191,7 @@ def test_hooks_around_a_model_do_what_they_do_without_offload(
     assert (moved(engine) > 0) == leaves
 
 
-def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
+def test_hooks_around_two_engines_are_heard_by_both(disk):
     """The innermost engine has what is saved inside; neither hides the hooks around them."""
     inner = network()
     model = nn.Sequential(network(), nn.Tanh(), inner)
@@ -214,14 +205,14 @@ def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
     assert called_now == called
 
 
-def test_hooks_inside_a_model_are_called_in_place_of_ours(engine: OffloadEngine) -> None:
+def test_hooks_inside_a_model_are_called_in_place_of_ours(engine):
     packed: list[int] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         packed.append(tensor.numel())
         return tensor
 
-    def function(w: torch.Tensor) -> torch.Tensor:
+    def function(w):
         y = (X @ w).exp()
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             y = y.sin()

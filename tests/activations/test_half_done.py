@@ -1,7 +1,5 @@
 """However a step is left half done, nothing remains, and the next is as in a fresh process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -11,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from offload_strategy import OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from tests.activations.support import noise
-from tests.training import Numbers, activations_only, assert_same_bits, gradients, weights
+from tests.training import activations_only, assert_same_bits, gradients, weights
 
 #: As long as background work may take to notice.
 _PATIENCE_SECONDS = 20.0
@@ -39,7 +35,7 @@ class Failure(Exception):
     """An error of the user's own."""
 
 
-def pass_by(place: str, tensor: Any = None) -> Any:
+def pass_by(place, tensor=None):
     """Training is here, and goes on with a tensor unless something was armed."""
     recomputes = place.endswith("region") and torch._C._current_graph_task_id() != -1
     kind = _armed.pop(f"{place}, again" if recomputes else place, None)
@@ -55,12 +51,12 @@ class _Sine(torch.autograd.Function):
     """An operation that notices its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x.cos())
         return x.sin()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         (slope,) = ctx.saved_tensors
         pass_by("backward")
         return grad * slope
@@ -69,7 +65,7 @@ class _Sine(torch.autograd.Function):
 class Model(nn.Module):
     """Small, with something of everything that can fail."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
@@ -89,7 +85,7 @@ class Model(nn.Module):
         }.items():
             register(lambda *_, place=place: pass_by(place))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = _Sine.apply(self.first(x))
         x.register_hook(lambda _: pass_by("tensor hook"))
         x = checkpoint(self.region, x, use_reentrant=False)
@@ -113,7 +109,7 @@ class Model(nn.Module):
 class Training:
     """Two micro-batches a step, an optimizer with momentum; without an engine plain PyTorch."""
 
-    def __init__(self, engine: OffloadEngine | None = None) -> None:
+    def __init__(self, engine=None):
         self.model = Model()
         self.engine: Any = engine
         if engine is not None:
@@ -125,14 +121,14 @@ class Training:
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         self.optimizer.register_step_pre_hook(lambda *_: pass_by("step pre-hook"))
 
-    def loss(self, seed: int, scale: float = 1.0) -> torch.Tensor:
+    def loss(self, seed, scale=1.0):
         """Of one micro-batch."""
         batch = scale * noise(4, 8, seed=seed)
         y = self.model(batch)
         pass_by("loss")
         return (y - batch).pow(2).mean()
 
-    def step(self, seed: int) -> Numbers:
+    def step(self, seed):
         """A whole step; loss, gradients and weights."""
         torch.manual_seed(seed)
         self.optimizer.zero_grad()
@@ -150,28 +146,28 @@ class Training:
 
 
 # ---------------------------------------------------------------------- how it fails
-def _fails(place: str, kind: type[BaseException], training: Training) -> None:
+def _fails(place, kind, training):
     _armed[place] = kind
     with pytest.raises(kind):
         training.step(99)
 
 
-def _fails_in_a_scope(kind: type[BaseException], training: Training) -> None:
+def _fails_in_a_scope(kind, training):
     _armed["loss"] = kind
     with pytest.raises(kind), training.engine.forward():
         training.loss(99)
 
 
-def _fails_in_hooks_around(training: Training) -> None:
+def _fails_in_hooks_around(training):
     place = "pack of hooks around"
     with saved_tensors_hooks(lambda tensor: pass_by(place, tensor), lambda tensor: tensor):
         _fails(place, Failure, training)
 
 
-def _fails_in_flight(place: str, order: list[int], training: Training) -> None:
+def _fails_in_flight(place, order, training):
     """Several forwards are under way when one forward or backward fails."""
 
-    def schedule() -> None:
+    def schedule():
         losses = []
         for index in range(3):
             if index == 2 and place != "backward":
@@ -186,8 +182,8 @@ def _fails_in_flight(place: str, order: list[int], training: Training) -> None:
         schedule()
 
 
-def _thread_dies(place: str, training: Training) -> None:
-    def run() -> None:
+def _thread_dies(place, training):
+    def run():
         with suppress(Failure):
             training.step(99)
 
@@ -198,7 +194,7 @@ def _thread_dies(place: str, training: Training) -> None:
     assert not thread.is_alive()
 
 
-def _exception_that_holds_the_graph(training: Training) -> None:
+def _exception_that_holds_the_graph(training):
     """Kept for a while, as a notebook keeps the last one; the graph lives as long."""
     _armed["between, 1"] = Failure
     try:
@@ -209,7 +205,7 @@ def _exception_that_holds_the_graph(training: Training) -> None:
     del kept
 
 
-def _interrupted_before_backward_has_used_anything(training: Training) -> None:
+def _interrupted_before_backward_has_used_anything(training):
     """Nothing is known of such a pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trace, "used", lambda *_: pass_by("use"))
@@ -254,7 +250,7 @@ WAYS: dict[str, Callable[[Training], None]] = {
 }
 
 
-def assert_nothing_is_left(engine: OffloadEngine) -> None:
+def assert_nothing_is_left(engine):
     """No ticket, no lent buffer, no byte of a tier, once graph and traceback are gone."""
     sys.last_value = sys.last_traceback = None
     gc.collect()
@@ -264,7 +260,7 @@ def assert_nothing_is_left(engine: OffloadEngine) -> None:
     resources = engine._resources
     assert resources.store.live_tickets == 0
 
-    def held() -> tuple[int, int]:
+    def held():
         return resources.pool.usage().lent_bytes, sum(resources.tier_used_bytes().values())
 
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -274,7 +270,7 @@ def assert_nothing_is_left(engine: OffloadEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Numbers:
+def expected():
     """The second step of plain PyTorch in which nothing failed."""
     training = Training()
     training.step(0)
@@ -282,7 +278,7 @@ def expected() -> Numbers:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after(way: str, engine: OffloadEngine, expected: Numbers) -> None:
+def test_after(way, engine, expected):
     training = Training(engine)
     training.step(0)
     WAYS[way](training)
@@ -292,7 +288,7 @@ def test_after(way: str, engine: OffloadEngine, expected: Numbers) -> None:
     assert_nothing_is_left(engine)
 
 
-def test_one_after_the_other(disk: Path, expected: Numbers) -> None:
+def test_one_after_the_other(disk, expected):
     """All of them in one process on one engine, with a host tier that is too small."""
     with activations_only(disk, host="2KiB") as engine:
         training = Training(engine)

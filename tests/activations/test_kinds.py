@@ -1,10 +1,7 @@
 """Saved tensors of every kind come back with the very bits, each storage once, or have to stay."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from offload_strategy import OffloadEngine
 from offload_strategy.activations.eligibility import Stays, UnsupportedTensors, why_it_stays
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 from tests.activations.support import Calls, Saves, X, compare, noise, with_gradients, written
@@ -76,7 +72,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def _parts_of_complex(w: torch.Tensor) -> torch.Tensor:
+def _parts_of_complex(w):
     # The imaginary parts begin four bytes into the numbers: no offset in whole numbers exists
     # for the slice that is saved next.
     storage = torch.view_as_complex(torch.cat([w, w, w, w]).reshape(-1, 2) * 1.5)
@@ -84,13 +80,13 @@ def _parts_of_complex(w: torch.Tensor) -> torch.Tensor:
     return (part.imag.exp() * part.imag).sum() + (part[1:] * part[:-1].abs()).abs()
 
 
-def _failing_transform(w: torch.Tensor) -> torch.Tensor:
+def _failing_transform(w):
     with pytest.raises(RuntimeError, match="scalar"):
         torch.func.grad(lambda v: v.sin())(w)
     return w * 2
 
 
-def _changed_in_between(y: torch.Tensor) -> torch.Tensor:
+def _changed_in_between(y):
     with torch.no_grad():
         first = (y.detach().clone().requires_grad_() * y).sum()
         y += 1
@@ -108,9 +104,7 @@ DTYPES = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-def test_every_dtype_comes_back_in_every_arrangement(
-    dtype: torch.dtype, engine: OffloadEngine
-) -> None:
+def test_every_dtype_comes_back_in_every_arrangement(dtype, engine):
     anything = torch.randint(0, 2 if dtype is torch.bool else 256, (24 * dtype.itemsize,))
     plain = anything.to(torch.uint8).view(dtype).view(4, 6)
     saved = [plain, plain.t(), plain[1:3, ::2], plain[0].expand(5, 6), plain[0, 0], plain[:, :0]]
@@ -127,12 +121,12 @@ def test_every_dtype_comes_back_in_every_arrangement(
         """An identity that saves tensors, and compares them in backward with what it was given."""
 
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x, *tensors):
             ctx.save_for_backward(*tensors)
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        def backward(ctx, grad):
             for got, given in zip(ctx.saved_tensors, saved, strict=True):
                 assert got.stride() == given.stride()
                 assert (got.is_conj(), got.is_neg()) == (given.is_conj(), given.is_neg())
@@ -146,7 +140,7 @@ def test_every_dtype_comes_back_in_every_arrangement(
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype) st:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
+def test_gradients_are_the_same_with(name, engine):
     compare(engine, Calls(lambda w: FUNCTIONS[name](w).sum() + (X @ w).exp().sin().sum()))
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
@@ -155,13 +149,13 @@ def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
 DATA = noise(1000, 8)
 
 
-def _attention(w: torch.Tensor) -> torch.Tensor:
+def _attention(w):
     whole = X @ w  # 256 bytes
     q, k, v = whole[:, :3], whole[:, 2:6], whole[:, 4:]
     return (q * q).sum() + (k * k).exp().sum() + (v * whole[:, :4]).sum() + (whole**2).sum()
 
 
-def _parts_of_a_product(w: torch.Tensor) -> torch.Tensor:
+def _parts_of_a_product(w):
     with torch.no_grad():
         whole = w @ X
     parts = [whole[:, :3].data, whole[:, 3:5].data, whole[:, 5:].data]
@@ -178,7 +172,7 @@ VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_one_storage_is_written_and_read_once(name: str, engine: OffloadEngine) -> None:
+def test_one_storage_is_written_and_read_once(name, engine):
     function, sizes = VIEWS[name]
     model, expected = with_gradients(function)
     engine.attach(model)
@@ -192,7 +186,7 @@ def test_one_storage_is_written_and_read_once(name: str, engine: OffloadEngine) 
     assert_same_bits(gradients(model), expected)
 
 
-def test_loaded_bytes_go_when_their_last_view_was_used(engine: OffloadEngine) -> None:
+def test_loaded_bytes_go_when_their_last_view_was_used(engine):
     model = Calls(lambda w: [(part.exp() * part).sum() for part in (X @ w * 1.5).chunk(4)])
     engine.attach(model)
     parts = model()
@@ -215,8 +209,8 @@ def test_loaded_bytes_go_when_their_last_view_was_used(engine: OffloadEngine) ->
         ({"budget": "100%"}, [128, 128, 256, 256]),
     ],
 )
-def test_the_options_say_what_leaves(disk: Path, options: Any, leave: list[int]) -> None:
-    def function(w: torch.Tensor) -> torch.Tensor:
+def test_the_options_say_what_leaves(disk, options, leave):
+    def function(w):
         y = torch.exp(w * 1)  # saved: 256 bytes, after w, which stays
         z = torch.exp(y[:4] * 1)  # 128
         u = torch.exp(z * 1)  # 128
@@ -233,7 +227,7 @@ def test_the_options_say_what_leaves(disk: Path, options: Any, leave: list[int])
 
 
 # ---------------------------------------------------------------------- what stays, and why
-def wrapper() -> torch.Tensor:
+def wrapper():
     """A tensor that consists of others, as those of libraries of quantization."""
     return TwoTensor(torch.randn(8, 8), torch.randn(8, 8))
 
@@ -241,7 +235,7 @@ def wrapper() -> torch.Tensor:
 class Model(nn.Module):
     """Weights of every kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(8, 8))
@@ -252,31 +246,31 @@ class Model(nn.Module):
         self.register_buffer("table", torch.ones(8, 8), persistent=False)
 
 
-def registry_of(model: nn.Module) -> ParameterRegistry:
+def registry_of(model):
     registry = ParameterRegistry()
     registry.add_module(model)
     registry.refresh()
     return registry
 
 
-def _given_up() -> torch.Tensor:
+def _given_up():
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def _inference() -> torch.Tensor:
+def _inference():
     with torch.inference_mode():
         return torch.ones(4)
 
 
-def _wrapped() -> torch.Tensor:
+def _wrapped():
     seen: list[torch.Tensor] = []
     torch.func.vmap(lambda x: seen.append(x) or x)(torch.ones(4))
     return seen[0]
 
 
-def _nested(layout: torch.layout = torch.strided) -> torch.Tensor:
+def _nested(layout=torch.strided):
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
@@ -338,14 +332,14 @@ KINDS: dict[Stays | None, dict[str, Callable[[Any], torch.Tensor]]] = {
 
 @pytest.mark.parametrize("reason", KINDS)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # that some kinds are in beta or on their way
-def test_why_it_stays_or_that_it_leaves(reason: Stays | None) -> None:
+def test_why_it_stays_or_that_it_leaves(reason):
     model, kinds = Model(), KINDS[reason]
     registry = registry_of(model)
     found = {name: why_it_stays(make(model), registry.is_weight) for name, make in kinds.items()}
     assert found == dict.fromkeys(kinds, reason)
 
 
-def test_an_address_means_nothing_once_its_weight_is_gone() -> None:
+def test_an_address_means_nothing_once_its_weight_is_gone():
     model = nn.Linear(4, 4, bias=False)
     registry = registry_of(model)
     (reference,) = registry._storages.values()
@@ -360,9 +354,7 @@ def test_an_address_means_nothing_once_its_weight_is_gone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_stays_is_counted_and_each_kind_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_stays_is_counted_and_each_kind_named_once(caplog):
     counts = UnsupportedTensors()
     quantized = torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
     with caplog.at_level(logging.INFO, "offload_strategy"):

@@ -1,21 +1,17 @@
 """Whatever becomes of a graph, its tickets go with it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadEngine, OffloadError, StorageError, TierFullError
+from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
 from tests.activations.support import Calls, X, network, noise, with_gradients
 from tests.training import (
@@ -28,16 +24,16 @@ from tests.training import (
 )
 
 
-def tickets(engine: OffloadEngine) -> int:
+def tickets(engine):
     return engine._resources.store.live_tickets
 
 
 # ---------------------------------------------------------------------- ends of a graph
-def _sines(w: torch.Tensor) -> torch.Tensor:
+def _sines(w):
     return (X @ w).exp().sin().cos().sum()
 
 
-def _two_backwards(model: nn.Module) -> None:
+def _two_backwards(model):
     loss = model()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -45,12 +41,12 @@ def _two_backwards(model: nn.Module) -> None:
         loss.backward()
 
 
-def _double_backward(model: nn.Module) -> None:
+def _double_backward(model):
     (slope,) = torch.autograd.grad(model(), model.weight, create_graph=True)
     slope.pow(2).sum().backward()
 
 
-def _exception_in_the_middle_of_backward(model: nn.Module) -> None:
+def _exception_in_the_middle_of_backward(model):
     loss = model()
     handle = model.weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -59,14 +55,14 @@ def _exception_in_the_middle_of_backward(model: nn.Module) -> None:
     loss.backward()
 
 
-def _looked_at_by_hand(model: nn.Module) -> None:
+def _looked_at_by_hand(model):
     loss = model()
     seen = loss.grad_fn.next_functions[0][0]._saved_self  # what cos was taken of
     assert torch.equal(seen, (X @ model.weight).exp().sin())
     loss.backward()
 
 
-def _in_another_thread(model: nn.Module) -> None:
+def _in_another_thread(model):
     losses = [model()]
     thread = threading.Thread(target=lambda: losses.pop().backward())
     thread.start()
@@ -88,7 +84,7 @@ ENDS: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "under way"])
 @pytest.mark.parametrize("end", ENDS)
-def test_no_ticket_outlives(end: str, stored: bool, engine: OffloadEngine) -> None:
+def test_no_ticket_outlives(end, stored, engine):
     """At once: without waiting for the collector of reference cycles. Gradients are the same."""
     model = Calls(_sines)
     ENDS[end](model)
@@ -111,14 +107,14 @@ def test_no_ticket_outlives(end: str, stored: bool, engine: OffloadEngine) -> No
     assert not stored or left_bytes(engine.metrics()) > 0
 
 
-def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngine) -> None:
+def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
     """As a replay of old losses: steps go on around them."""
     model = network()
 
-    def loss_of(step: int) -> torch.Tensor:
+    def loss_of(step):
         return model(noise(4, 8, seed=step)).pow(2).sum()
 
-    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    def backward(loss):
         model.zero_grad()
         loss.backward()
         return gradients(model)
@@ -143,7 +139,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngi
 
 
 # ---------------------------------------------------------------------- when things end early
-def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine: OffloadEngine) -> None:
+def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
     model, expected = with_gradients(_sines)
     engine.attach(model)
     stored = model()
@@ -162,7 +158,7 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine: OffloadE
     assert_same_bits(gradients(model), expected)
 
 
-def test_what_left_comes_back_after_the_model_was_detached(engine: OffloadEngine) -> None:
+def test_what_left_comes_back_after_the_model_was_detached(engine):
     model, expected = with_gradients(_sines)
     engine.attach(model)
     loss = model()
@@ -175,18 +171,16 @@ def test_what_left_comes_back_after_the_model_was_detached(engine: OffloadEngine
     assert not model._forward_hooks_always_called
 
 
-def break_disk(patch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def break_disk(patch, call, number):
     """Let a system call fail."""
 
-    def broken(*args: Any) -> int:
+    def broken(*args):
         raise OSError(number, os.strerror(number))
 
     patch.setattr(os, call, broken)
 
 
-def test_a_read_that_fails_is_told_in_backward(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
     model, expected = with_gradients(_sines)
     engine.attach(model)
     loss = model()
@@ -204,11 +198,8 @@ def test_a_read_that_fails_is_told_in_backward(
     ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
 )
 def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
-    engine: OffloadEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    error_class: type[OffloadError],
-) -> None:
+    engine, monkeypatch, number, error_class
+):
     model, expected = with_gradients(_sines)
     engine.attach(model)
     with monkeypatch.context() as patch:
@@ -227,7 +218,7 @@ def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
         model()
 
 
-def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> None:
+def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
     with activations_only(disk, host="96KiB") as engine:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
         engine.attach(model)
@@ -242,14 +233,12 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> Non
 
 
 # ---------------------------------------------------------------------- batches
-def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(engine, monkeypatch):
     # On a busy machine tiny writes are so slow that batches would be smaller.
     monkeypatch.setattr(TierWrites, "rate", lambda *_, **__: None)
     items, together = 200, 15  # so many are saved by a pass, of which 7 % may wait
 
-    def chain(weight: torch.Tensor) -> torch.Tensor:
+    def chain(weight):
         value = X @ weight
         for _ in range(items):
             value = value.sin()

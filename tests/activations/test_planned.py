@@ -1,12 +1,7 @@
 """A limit of memory: the plan that keeps to it, a plan from a file, and what is wrong of both."""
 
-from __future__ import annotations
-
 import logging
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +22,7 @@ from offload_strategy.plan_runtime.lifetime_plan import (
 )
 from offload_strategy.units import MiB
 from tests.activations.support import noise
-from tests.training import Numbers, assert_same_history, gradients, settings
+from tests.training import assert_same_history, gradients, settings
 
 LAYERS, ITEM = 10, 100 * MiB
 WAIT_SECONDS = 0.005
@@ -46,15 +41,7 @@ class Training:
 
     counts_host_buffers = resets = True
 
-    def __init__(
-        self,
-        limit: int | None = 1000 * MiB,
-        others: int = 500 * MiB,
-        *,
-        speed: float | None = 400.0 * MiB,
-        passes: int = 0,
-        file: Sequence[PlannedItem] = (),
-    ) -> None:
+    def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.idle = self.waits = 0
         self.limit = MemoryLimit(limit, 2, self, GivenPlan(tuple(file)) if file else None)
@@ -62,52 +49,52 @@ class Training:
         for _ in range(passes):
             self.step()
 
-    def used_bytes(self) -> int:
+    def used_bytes(self):
         return self.others + self.items
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self):
         return max(self.peak, self.used_bytes())
 
-    def reset_peak(self) -> None:
+    def reset_peak(self):
         self.peak = self.used_bytes()
 
-    def total_bytes(self) -> int:
+    def total_bytes(self):
         return 4 * self.others
 
-    def change(self, nbytes: int) -> None:
+    def change(self, nbytes):
         self.items += nbytes
         self.peak = self.peak_bytes()
 
-    def needs_for_a_moment(self, nbytes: int) -> None:
+    def needs_for_a_moment(self, nbytes):
         self.change(nbytes)
         self.change(-nbytes)
 
-    def release_written(self) -> None:
+    def release_written(self):
         pass
 
-    def keep_idle_buffers(self, nbytes: int) -> None:
+    def keep_idle_buffers(self, nbytes):
         self.idle = nbytes
 
-    def leaving_bytes(self) -> int:
+    def leaving_bytes(self):
         return self.writing
 
-    def release_at_least(self, nbytes: int, seconds: float) -> None:
+    def release_at_least(self, nbytes, seconds):
         if self.writing:
             self.writing = max(0, self.writing - nbytes)
             self.waits += 1
             time.sleep(WAIT_SECONDS)
 
-    def rate(self, *, write: bool) -> float | None:
+    def rate(self, *, write):
         return self.speed
 
-    def step(self, kinds: str = "a" * LAYERS) -> list[bool]:
+    def step(self, kinds="a" * LAYERS):
         """A forward pass and its backward; what stayed of it."""
         trace, storages = self.forward(kinds)
         stayed = [storage is not None for storage in storages]
         self.backward(trace, storages)
         return stayed
 
-    def forward(self, kinds: str = "a" * LAYERS, nbytes: int = ITEM) -> tuple[Trace, Storages]:
+    def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
         trace = Trace()
         trace.started_at = 0.0
         storages: Storages = []
@@ -124,7 +111,7 @@ class Training:
                 trace.left_bytes += nbytes
         return trace, storages
 
-    def backward(self, trace: Trace, storages: Storages) -> None:
+    def backward(self, trace, storages):
         for number in reversed(range(len(storages))):
             if storages[number] is None:
                 self.change(ITEM)
@@ -139,7 +126,7 @@ class Training:
 
 
 # ---------------------------------------------------------------- what stays
-def test_all_leaves_until_there_is_a_plan_and_then_what_must() -> None:
+def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     training = Training()
     assert not any(training.step())
     assert not any(training.step())
@@ -151,7 +138,7 @@ def test_all_leaves_until_there_is_a_plan_and_then_what_must() -> None:
     assert training.budget.deviations == 0
 
 
-def test_a_step_that_needs_more_beside_its_items_leaves_them_less() -> None:
+def test_a_step_that_needs_more_beside_its_items_leaves_them_less():
     training = Training(passes=3)
     training.others += 150 * MiB
     training.step()
@@ -160,7 +147,7 @@ def test_a_step_that_needs_more_beside_its_items_leaves_them_less() -> None:
     assert training.budget.over_limit_passes == 0, "it was seen before anything was saved"
 
 
-def test_a_step_that_needs_more_for_a_moment_leaves_its_items_less() -> None:
+def test_a_step_that_needs_more_for_a_moment_leaves_its_items_less():
     training = Training(passes=3)
     for times in range(3):
         trace, storages = training.forward()
@@ -170,7 +157,7 @@ def test_a_step_that_needs_more_for_a_moment_leaves_its_items_less() -> None:
     assert sum(training.step()) == 3
 
 
-def test_what_comes_after_backward_needs_no_item_to_leave() -> None:
+def test_what_comes_after_backward_needs_no_item_to_leave():
     training = Training()
     for _ in range(3):
         training.step()
@@ -178,7 +165,7 @@ def test_what_comes_after_backward_needs_no_item_to_leave() -> None:
     assert sum(training.step()) == 4
 
 
-def test_passes_without_a_backward_do_not_make_the_room_smaller() -> None:
+def test_passes_without_a_backward_do_not_make_the_room_smaller():
     training = Training(passes=3)
     for _ in range(5):  # evaluation with gradients enabled
         training.forward()
@@ -187,7 +174,7 @@ def test_passes_without_a_backward_do_not_make_the_room_smaller() -> None:
     assert [sum(training.step()) for _ in range(2)] == [4, 4]
 
 
-def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
+def test_training_waits_for_room_and_its_plan_knows_no_waiting():
     training, trace = Training(limit=700 * MiB), Trace()
     training.writing = 300 * MiB
     trace.saved_bytes += ITEM
@@ -201,7 +188,7 @@ def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
     assert WAIT_SECONDS <= trace.held <= time.perf_counter() - begin
 
 
-def test_a_pass_that_looks_unlike_any_other_leaves_and_is_counted() -> None:
+def test_a_pass_that_looks_unlike_any_other_leaves_and_is_counted():
     training, other = Training(passes=5), "aaaab" + "a" * 5
     assert not any(training.step(other))
     assert training.budget.deviations == 6
@@ -210,14 +197,14 @@ def test_a_pass_that_looks_unlike_any_other_leaves_and_is_counted() -> None:
     assert sum(training.step()) == 4
 
 
-def test_longer_sequences_than_planned_for_leave_what_should_have_stayed() -> None:
+def test_longer_sequences_than_planned_for_leave_what_should_have_stayed():
     training = Training(passes=3)
     trace, _ = training.forward(nbytes=2 * ITEM)
     assert trace.saved_bytes - trace.left_bytes <= 485 * MiB
     assert training.budget.deviations == 2
 
 
-def test_a_limit_that_cannot_be_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, logger="offload_strategy"):
         training = Training(limit=110 * MiB, others=100 * MiB, passes=5)
     told = [record for record in caplog.records if "cannot be kept" in record.message]
@@ -227,15 +214,13 @@ def test_a_limit_that_cannot_be_kept_is_told_once(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(("speed", "slow"), [(400.0 * MiB, False), (10.0 * MiB, True)])
-def test_a_path_that_is_too_slow_is_told_with_what_helps(
-    speed: float, slow: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_path_that_is_too_slow_is_told_with_what_helps(speed, slow, caplog):
     with caplog.at_level(logging.INFO, logger="offload_strategy"):
         Training(700 * MiB, speed=speed, passes=3)
     assert (CHECKPOINT in caplog.text) is slow
 
 
-def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_was_seen() -> None:
+def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_was_seen():
     training = Training(None, speed=None, passes=3)  # 95 % of 2000 MiB
     assert all(training.step())
     assert training.budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
@@ -244,10 +229,10 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
     assert training.budget.profile.paths[0].write == pytest.approx(seen, rel=1e-3)
 
 
-def test_idle_buffers_stay_mapped_as_far_as_the_last_steps_leave_room_below_the_limit() -> None:
+def test_idle_buffers_stay_mapped_as_far_as_the_last_steps_leave_room_below_the_limit():
     training = Training()
 
-    def idle_after(steps: int) -> int:
+    def idle_after(steps):
         for _ in range(steps):
             training.step("aaa")
         return training.idle
@@ -259,12 +244,12 @@ def test_idle_buffers_stay_mapped_as_far_as_the_last_steps_leave_room_below_the_
     assert idle_after(4) == 0
 
 
-def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was_certain() -> None:
+def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was_certain():
     training, steps = Training(others=400 * MiB), 0
     training.limit.upcoming_bytes = lambda: 200 * MiB  # of which nothing comes
     training.limit.steps = lambda: steps
 
-    def step() -> bool:
+    def step():
         nonlocal steps
         training.step("a")
         steps += 1
@@ -278,7 +263,7 @@ def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was
     assert step(), "the last one was too close to the limit"
 
 
-def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_allow() -> None:
+def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_allow():
     items = [PlannedItem(n, ITEM, "stays" if n % 2 else "leaves") for n in range(LAYERS)]
     training = Training(2000 * MiB, file=items)
     assert [training.step() for _ in range(5)] == [[False, True] * (LAYERS // 2)] * 5
@@ -300,7 +285,7 @@ SAVED = 1000 * MiB
 SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
 
 
-def overhead(*passes: tuple[int, float], held: float = 0.0, kind: int = 7) -> float:
+def overhead(*passes, held=0.0, kind=7):
     """Seconds per byte, learned from passes of so many offloaded bytes and seconds.
 
     The last pass is of the `kind`, and `held` seconds of it were waits.
@@ -315,7 +300,7 @@ def overhead(*passes: tuple[int, float], held: float = 0.0, kind: int = 7) -> fl
     return io_overhead.per_byte
 
 
-def test_overhead_is_the_slope_of_computing_over_what_is_moved() -> None:
+def test_overhead_is_the_slope_of_computing_over_what_is_moved():
     assert overhead((SAVED, 3.0), (SAVED, 3.0), (0, 2.0)) == SLOPE
     assert overhead((0, 2.0)) == 0
     # Passes that move nearly the same, of another kind, and waits do not count.
@@ -331,27 +316,25 @@ def test_overhead_is_the_slope_of_computing_over_what_is_moved() -> None:
 
 # ---------------------------------------------------------------- an engine with a limit
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
 
 
-def limited(directory: Path, **planning: Any) -> dict[str, Any]:
+def limited(directory, **planning):
     planning = {"device_memory": "auto", **planning}
     config = settings(directory, optimizer={"enabled": False}, planning=planning)
     config["activations"] = {"min_size": 1}
     return config
 
 
-def train(
-    model: Net, lengths: tuple[int, ...], engine: OffloadEngine | None = None
-) -> list[Numbers]:
+def train(model, lengths, engine=None):
     """Gradients of a pass for each length of a batch."""
     history = []
     if engine is not None:
@@ -363,7 +346,7 @@ def train(
     return history
 
 
-def test_an_engine_plans_and_keeps_to_a_file(tmp_path: Path) -> None:
+def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
     lengths = (8, 8, 8, 8, 12, 8)
     plain = train(Net(), lengths)
     with OffloadEngine(limited(tmp_path)) as engine:
@@ -396,7 +379,7 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path: Path) -> None:
     assert figures["offload/activations/plan_deviations"] == 0
 
 
-def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path):
     model = Net()
     with (
         OffloadEngine(limited(tmp_path, device_memory="10MiB")) as engine,
@@ -414,19 +397,17 @@ def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path: Path) ->
         ({"planning": {"plan": "plan.json"}}, r"planning\.plan needs planning\.device_memory"),
     ],
 )
-def test_settings_that_contradict_a_limit_are_refused(sections: dict[str, Any], said: str) -> None:
+def test_settings_that_contradict_a_limit_are_refused(sections, said):
     with pytest.raises(ConfigError, match=said):
         OffloadConfig(**{"planning": {"device_memory": "1GiB"}, **sections})
 
 
-def test_a_plan_without_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_plan_without_a_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read as a plan"):
         OffloadEngine(limited(tmp_path, plan=str(tmp_path / "plan.json")))
 
 
-def test_the_meter_sees_what_was_and_forgets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_meter_sees_what_was_and_forgets_it(tmp_path, monkeypatch):
     meter = PeakMeter(torch.empty(0))
     meter.reset_peak()
     before = meter.peak_bytes()

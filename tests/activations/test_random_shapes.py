@@ -1,7 +1,5 @@
 """Lengths and branches that change with every step: never wrong, and memory stays flat."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -31,7 +29,7 @@ _GROWTH_BYTES = 5 * MiB
 class Mixture(nn.Module):
     """Attention, experts that the data choose, and as many rounds of both as a coin says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.block = Block(WIDTH)
@@ -39,7 +37,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
-    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+    def forward(self, x, branch):
         if branch == "recurrent":
             return self.recurrent(x[:, :12])[0]  # hundreds of small saved tensors
         for _ in range(2 if branch == "twice" else 1):
@@ -52,7 +50,7 @@ class Mixture(nn.Module):
         return torch.tanh(x) if branch == "squashed" else x
 
 
-def gradients_of(model: nn.Module, step: int, engine: OffloadEngine | None = None) -> Any:
+def gradients_of(model, step, engine=None):
     """Of a step whose length and branch come of its number."""
     chance = random.Random(step)
     torch.manual_seed(step)
@@ -66,7 +64,7 @@ def gradients_of(model: nn.Module, step: int, engine: OffloadEngine | None = Non
     return {name: bits(value) for name, value in gradients(model).items()}
 
 
-def run(engine: OffloadEngine) -> dict[str, Any]:
+def run(engine):
     """Train, and compare some steps with plain PyTorch; returns memory and counts on the way."""
     model, twin = Mixture(), Mixture()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -96,7 +94,7 @@ def run(engine: OffloadEngine) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' malloc keeps what is freed")
-def test_three_hundred_steps_leave_memory_flat(disk: Path) -> None:
+def test_three_hundred_steps_leave_memory_flat(disk):
     process = subprocess.run(
         [sys.executable, "-m", "tests.activations.test_random_shapes", str(disk)],
         cwd=ROOT,

@@ -1,11 +1,8 @@
 """Checkpointed regions: their inputs leave, and what is computed again does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +15,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from offload_strategy import OffloadEngine
 from tests.activations.support import noise, written
-from tests.training import Numbers, assert_same_bits, gradients, moved, on_disk, saved_storages
+from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
 
 Region = Callable[[torch.Tensor], torch.Tensor]
 Around = Callable[[Region, torch.Tensor], torch.Tensor]
@@ -29,25 +25,25 @@ reentrant: Around = partial(checkpoint, use_reentrant=True)
 non_reentrant: Around = partial(checkpoint, use_reentrant=False)
 
 
-def selective(*saved: Any) -> Around:
+def selective(*saved):
     """A region that computes again all but the results of a few operations."""
 
-    def decide(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    def decide(context, op, *args, **options):
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, decide)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
-def _without_early_stop(region: Region, x: torch.Tensor) -> torch.Tensor:
+def _without_early_stop(region, x):
     with set_checkpoint_early_stop(False):
         return non_reentrant(region, x)
 
 
-def _nested(outer: Around, inner: Around) -> Around:
+def _nested(outer, inner):
     """A region in the middle of a region."""
 
-    def around(region: Region, x: torch.Tensor) -> torch.Tensor:
+    def around(region, x):
         return outer(lambda y: inner(region, y.tanh()).sin(), x)
 
     return around
@@ -72,14 +68,14 @@ WAYS: dict[str, Around] = {
 class Model(nn.Module):
     """Two regions with something between them."""
 
-    def __init__(self, around: Around) -> None:
+    def __init__(self, around):
         super().__init__()
         torch.manual_seed(0)
         self.region = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
         self.out = nn.Linear(8, 8)
         self.around = around
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.around(self.region, x)
         return self.around(self.region, F.relu(self.out(x))).sum()
 
@@ -87,11 +83,11 @@ class Model(nn.Module):
 class Step:
     """A step of a model with two regions; it and its input have the gradients of a plain step."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.model, self.x = Model(WAYS[way]), noise(4, 8).requires_grad_()
         self.expected = self()
 
-    def __call__(self, between: Callable[[], object] = lambda: None) -> Numbers:
+    def __call__(self, between=lambda: None):
         torch.manual_seed(3)
         self.model.zero_grad()
         self.x.grad = None
@@ -104,15 +100,13 @@ class Step:
 # Inside of a reentrant region the first pass computes no gradients, which the inner one remarks on.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_regions_are_computed_again_and_only_their_inputs_leave(
-    engine: OffloadEngine, way: str
-) -> None:
+def test_regions_are_computed_again_and_only_their_inputs_leave(engine, way):
     step = Step(way)
     model, left = step.model, list[int]()
     seen = saved_storages(lambda: model(step.x), [*model.parameters(), *model.buffers()])
     engine.attach(model)
 
-    def forward_is_over() -> None:
+    def forward_is_over():
         on_disk(engine)
         left.append(moved(engine))
         if len(left) == 1:
@@ -129,9 +123,7 @@ def test_regions_are_computed_again_and_only_their_inputs_leave(
 
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "selective, products saved"])
 @pytest.mark.parametrize("part", ["the region", "part of it"])
-def test_a_model_may_be_attached_inside_of_a_region(
-    engine: OffloadEngine, way: str, part: str
-) -> None:
+def test_a_model_may_be_attached_inside_of_a_region(engine, way, part):
     """Its calls are inside of the region's, in forward and again in backward."""
     step = Step(way)
     engine.attach(step.model.region if part == "the region" else step.model.region[0])

@@ -1,9 +1,6 @@
 """Models that are transformed, compiled, traced or captured: they work, or it is said why not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,22 +16,22 @@ from tests.activations.support import Calls, X, compare, network, noise
 from tests.training import assert_same_bits, bits, gradients, left_bytes, moved, on_disk
 
 
-def batch(step: int) -> torch.Tensor:
+def batch(step):
     return noise(6, 8, seed=step)
 
 
 # ---------------------------------------------------------------------- torch.func
-def _per_sample(model: nn.Module) -> list[torch.Tensor]:
+def _per_sample(model):
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
-    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+    def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x[None],)).pow(2).sum()
 
     slopes = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     return list(slopes(parameters, batch(0)).values())
 
 
-def _slopes(model: nn.Module, output: torch.Tensor) -> list[torch.Tensor]:
+def _slopes(model, output):
     return list(torch.autograd.grad(output.pow(2).sum(), list(model.parameters())))
 
 
@@ -54,10 +51,10 @@ AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
 
 @pytest.mark.parametrize("transform", AROUND)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own use of it
-def test_a_model_may_be_called_by(transform: str, engine: OffloadEngine) -> None:
+def test_a_model_may_be_called_by(transform, engine):
     model = network()
 
-    def run() -> list[Any]:
+    def run():
         torch.manual_seed(3)
         return [bits(tensor) for tensor in AROUND[transform](model)]
 
@@ -67,12 +64,10 @@ def test_a_model_may_be_called_by(transform: str, engine: OffloadEngine) -> None
     assert run() == expected
 
 
-def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(
-    engine: OffloadEngine,
-) -> None:
+def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(engine):
     model = Calls(lambda w: torch.func.grad(lambda v: (v * w).sum())(w * 1).sum())
 
-    def run() -> None:
+    def run():
         mine = saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
         with mine, pytest.raises(RuntimeError, match="saved tensor hooks"):
             model()
@@ -84,7 +79,7 @@ def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
-def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine: OffloadEngine) -> None:
+def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine):
     with torch.autograd.detect_anomaly():
         compare(engine, Calls(lambda w: (X @ w).exp().sum()))
     model = Calls(lambda w: ((w - w) * 1).sqrt().mul(0).sum())
@@ -99,16 +94,16 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine: Offlo
 
 # ---------------------------------------------------------------------- compiled
 @pytest.fixture
-def nothing_compiled_remains() -> Iterator[None]:
+def nothing_compiled_remains():
     yield
     torch._dynamo.reset()
 
 
-def compiled(model: nn.Module, **options: Any) -> Any:
+def compiled(model, **options):
     return torch.compile(model, backend="aot_eager", **options)
 
 
-def _in_place(*modules: nn.Module) -> None:
+def _in_place(*modules):
     for module in modules:
         module.compile(backend="aot_eager")
 
@@ -116,7 +111,7 @@ def _in_place(*modules: nn.Module) -> None:
 class Break(nn.Module):
     """Where the graph of a model breaks, which branches on its data."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         torch._dynamo.graph_break()
         return x.tanh() if x.sum() > 0 else x
 
@@ -135,7 +130,7 @@ ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.usefixtures("nothing_compiled_remains")
-def test_a_compiled_model_is_the_same_in_whatever_order(order: str, engine: OffloadEngine) -> None:
+def test_a_compiled_model_is_the_same_in_whatever_order(order, engine):
     plain, model = network(), network()
     compile_model, when = ORDERS[order]
     if "breaks" in order:
@@ -156,7 +151,7 @@ def test_a_compiled_model_is_the_same_in_whatever_order(order: str, engine: Offl
 
 
 @pytest.mark.usefixtures("nothing_compiled_remains")
-def test_one_graph_around_an_attached_model_is_refused_with_advice(engine: OffloadEngine) -> None:
+def test_one_graph_around_an_attached_model_is_refused_with_advice(engine):
     model = network()
     engine.attach(model)
     with pytest.raises(Exception, match="compile first, and attach what it returns"):
@@ -166,9 +161,7 @@ def test_one_graph_around_an_attached_model_is_refused_with_advice(engine: Offlo
 
 
 @pytest.mark.usefixtures("nothing_compiled_remains")
-def test_generated_kernels_get_the_same_inputs(
-    engine: OffloadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_kernels_get_the_same_inputs(engine, tmp_path, monkeypatch):
     """They check the strides of what was saved, and rely on its alignment."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
@@ -183,7 +176,7 @@ def test_generated_kernels_get_the_same_inputs(
 
 
 # ---------------------------------------------------------------------- traced, without data
-def _fake(model: nn.Module) -> None:
+def _fake(model):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         model(noise(4, 8)).sum().backward()
     model.zero_grad()
@@ -203,7 +196,7 @@ TRACES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("how", TRACES)
 @pytest.mark.usefixtures("nothing_compiled_remains")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_nothing_leaves_while_a_model_is_traced(how: str, engine: OffloadEngine) -> None:
+def test_nothing_leaves_while_a_model_is_traced(how, engine):
     model = network()
     engine.attach(model)
     traced = TRACES[how](model)
@@ -216,9 +209,7 @@ def test_nothing_leaves_while_a_model_is_traced(how: str, engine: OffloadEngine)
     assert left_bytes(engine.metrics()) > 0
 
 
-def test_a_capture_into_a_cuda_graph_is_refused(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_into_a_cuda_graph_is_refused(engine, monkeypatch):
     model = network()
     engine.attach(model)
     with monkeypatch.context() as patch:
@@ -232,9 +223,7 @@ def test_a_capture_into_a_cuda_graph_is_refused(
     assert left_bytes(engine.metrics()) > 0
 
 
-def test_torch_compile_leaves_this_package_alone_but_for_models_of_its_examples(
-    engine: OffloadEngine,
-) -> None:
+def test_torch_compile_leaves_this_package_alone_but_for_models_of_its_examples(engine):
     engine.attach(network())
     is_left_alone = torch._dynamo.trace_rules.check
     assert is_left_alone(OffloadEngine.metrics)

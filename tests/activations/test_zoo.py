@@ -1,21 +1,13 @@
 """Every model of the zoo: the same to the last bit, and nearly everything that is saved leaves."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
 from torch._dynamo.utils import counters
 
 from offload_strategy import OffloadEngine
-from tests.activations.zoo import ZOO, Batch, batch, build, loss_of
+from tests.activations.zoo import ZOO, batch, build, loss_of
 from tests.training import (
-    Numbers,
     activations_only,
     assert_same_history,
     gradients,
@@ -37,16 +29,7 @@ ONCE, ACCUMULATED, FORWARDS_FIRST = (1, False), (3, False), (3, True)
 ALL, BOTH = (ONCE, ACCUMULATED, FORWARDS_FIRST), (ONCE, FORWARDS_FIRST)
 
 
-def train(
-    kind: str,
-    model: nn.Module,
-    schedule: Schedule = ONCE,
-    *,
-    engine: OffloadEngine | None = None,
-    wait: bool = False,
-    steps: int = 3,
-    forward: Callable[[nn.Module, Batch], torch.Tensor] = loss_of,
-) -> list[Numbers]:
+def train(kind, model, schedule=ONCE, *, engine=None, wait=False, steps=3, forward=loss_of):
     """Losses and gradients of each step with AdamW, and the weights after them.
 
     With an engine the model is attached; `wait`: everything is on the disk before a backward pass.
@@ -80,13 +63,10 @@ def train(
     return history
 
 
-def noting(
-    saved: list[torch.UntypedStorage],
-    forward: Callable[[nn.Module, Batch], torch.Tensor] = loss_of,
-) -> Callable[[nn.Module, Batch], torch.Tensor]:
+def noting(saved, forward=loss_of):
     """A forward pass that adds to a list what autograd saves, but for weights."""
 
-    def noted(model: nn.Module, data: Batch) -> torch.Tensor:
+    def noted(model, data):
         losses: list[torch.Tensor] = []
         weights_of = [*model.parameters(), *model.buffers()]
         saved.extend(saved_storages(lambda: losses.append(forward(model, data)), weights_of))
@@ -95,13 +75,11 @@ def noting(
     return noted
 
 
-def same(
-    make: Callable[[], nn.Module], kind: str, disk: Path, schedules: Sequence[Schedule]
-) -> None:
+def same(make, kind, disk, schedules):
     """Train without and with offload, every byte by way of the disk: the same to the last bit."""
     saved: list[torch.UntypedStorage] = []
 
-    def run(model: nn.Module, **options: Any) -> list[Numbers]:
+    def run(model, **options):
         return [step for schedule in schedules for step in train(kind, model, schedule, **options)]
 
     expected = run(make(), forward=noting(saved))
@@ -126,17 +104,17 @@ def same(
     ("kind", "reentrant"), [*in_turn(ZOO, [None]), *in_turn(ZOO, [True, False])]
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_training_is_the_same(kind: str, reentrant: bool | None, disk: Path) -> None:
+def test_training_is_the_same(kind, reentrant, disk):
     same(lambda: build(kind, reentrant), kind, disk, ALL if reentrant is None else BOTH)
 
 
 # A compiled region saves what its partitioner chose, as a few large tensors, by the same hooks.
 # With checkpointing: tests/integrations/combinations.py.
-def test_a_compiled_model_is_the_same(disk: Path) -> None:
+def test_a_compiled_model_is_the_same(disk):
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
     graphs: list[int] = []
 
-    def make() -> Any:
+    def make():
         graphs.append(counters["stats"]["unique_graphs"])
         torch._dynamo.reset()
         counters.clear()
@@ -159,9 +137,7 @@ def test_a_compiled_model_is_the_same(disk: Path) -> None:
     ],
     ids=str,
 )
-def test_the_same_without_waiting_for_the_disk(
-    kind: str, options: dict[str, Any], disk: Path
-) -> None:
+def test_the_same_without_waiting_for_the_disk(kind, options, disk):
     expected = train(kind, build(kind), FORWARDS_FIRST)
     model = build(kind)
     with activations_only(None if "host" in options else disk, **options) as engine:
@@ -180,7 +156,7 @@ def test_the_same_without_waiting_for_the_disk(
 @pytest.mark.parametrize(
     ("kind", "reentrant"), in_turn(["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"], [None, False])
 )
-def test_the_same_with_a_plan(kind: str, reentrant: bool | None, disk: Path) -> None:
+def test_the_same_with_a_plan(kind, reentrant, disk):
     """The passes before the plan offload everything, those after it keep what fits: all of it."""
     expected = train(kind, build(kind, reentrant), steps=6)
     config = settings(disk, optimizer={"enabled": False}, planning={"device_memory": "auto"})
@@ -192,13 +168,13 @@ def test_the_same_with_a_plan(kind: str, reentrant: bool | None, disk: Path) -> 
         assert engine.metrics()["offload/activations/step_left_bytes"] == 0
 
 
-def _in_bfloat16(model: nn.Module, data: Batch) -> torch.Tensor:
+def _in_bfloat16(model, data):
     with torch.autocast("cpu", torch.bfloat16):
         return loss_of(model, data)
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
-def test_autocast_is_the_same_and_casts_of_weights_stay(kind: str, disk: Path) -> None:
+def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
     saved: list[torch.UntypedStorage] = []
     model = build(kind)
     # Copies of weights are told by what they hold.

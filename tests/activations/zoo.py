@@ -5,8 +5,6 @@ own are of kinds that transformers does not have, return their loss, and know
 `gradient_checkpointing_enable` as well. Dropout is active wherever the architecture has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,13 +1,10 @@
 """The evidence kit for accelerators: every part runs, and says of what it found what it should."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,7 +22,7 @@ CONTEST = contests.ACTIVATIONS[0]
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the simulated accelerator is compiled")
-def test_every_part_runs_on_the_simulated_accelerator(tmp_path: Path, disk: Path) -> None:
+def test_every_part_runs_on_the_simulated_accelerator(tmp_path, disk):
     pytest.importorskip("transformers")
     file = tmp_path / "found" / "sim.json"
     # What starts programs of its own is below.
@@ -48,9 +45,7 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path: Path, disk: Path
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_it_says_in_one_line_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_accelerator_it_says_in_one_line_what_it_needs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert gpu.main() == 2
     said = capsys.readouterr()
@@ -60,7 +55,7 @@ def test_without_an_accelerator_it_says_in_one_line_what_it_needs(
 
 
 # ---------------------------------------------------------------------- claims
-def ran(seconds: float = 1.0, peak: float = 8e9, loss: str = "0x1p0") -> dict[str, Any]:
+def ran(seconds=1.0, peak=8e9, loss="0x1p0"):
     step = {"seconds": seconds, "launch_seconds": seconds / 2, "peak_bytes": peak}
     parts = [{"part": "step", "predicted": 2.0, "observed": 1.0, "ratio": 0.5, "unit": "s"}]
     return {
@@ -79,7 +74,7 @@ def ran(seconds: float = 1.0, peak: float = 8e9, loss: str = "0x1p0") -> dict[st
     ],
     ids=["all", "slower", "larger", "different"],
 )
-def test_claims_hold_where_they_do(ours: dict[str, Any], lost: list[str]) -> None:
+def test_claims_hold_where_they_do(ours, lost):
     rows = {who.PLAIN: ran(), who.TO_DISK: ours}
     claims = contests.claims("GPT", rows, CONTEST.names, judged=True)
     assert len(claims) == 3
@@ -97,8 +92,8 @@ def test_claims_hold_where_they_do(ours: dict[str, Any], lost: list[str]) -> Non
 
 
 # ---------------------------------------------------------------------- what others print
-def test_a_trace_says_who_waits_and_what_overlaps(tmp_path: Path) -> None:
-    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> Any:
+def test_a_trace_says_who_waits_and_what_overlaps(tmp_path):
+    def event(cat, name, ts, dur, tid=1, **args):
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 
     calls = [("cudaEventSynchronize", 1), ("cudaMemcpyAsync", 1), ("cudaMemcpy", 1)]
@@ -124,9 +119,7 @@ def test_a_trace_says_who_waits_and_what_overlaps(tmp_path: Path) -> None:
     assert found["overlap"] == pytest.approx(50 / 150)
 
 
-def test_results_of_tests_are_read_from_what_pytest_prints(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_results_of_tests_are_read_from_what_pytest_prints(monkeypatch):
     file = "tests/accelerator/test_a.py"
     died = [
         "collecting ... collected 4 items",

@@ -1,7 +1,5 @@
 """Runs of benchmarks: their page is made from figures alone, and what fails or leaks is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -28,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # ---------------------------------------------------------------------- the page
 # It has claims that hold and do not, in one run and in two, tables, parts that were skipped or not
 # run, machines, and causes of distances from the roofline.
-def test_the_page_in_the_repository_is_that_of_its_figures() -> None:
+def test_the_page_in_the_repository_is_that_of_its_figures():
     copy = suite.PAGE.with_name(".results-as-rebuilt.md")
     try:
         write_page(suite.FIGURES, copy, suite.FIGURES / suite.SECOND)
@@ -39,12 +37,9 @@ def test_the_page_in_the_repository_is_that_of_its_figures() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
-    slow: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def wait(timeout: float | None = None) -> int:
+    slow, tmp_path, monkeypatch, capsys
+):
+    def wait(timeout=None):
         if slow and timeout is not None:
             raise subprocess.TimeoutExpired("slow", timeout)
         return 3
@@ -81,7 +76,7 @@ print(faults() - before)
 """
 
 
-def _pages(kind: Allocator, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _pages(kind, environment):
     command = [sys.executable, "-c", TEN_TIMES, kind.name]
     environment = {**os.environ, **environment}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -90,7 +85,7 @@ def _pages(kind: Allocator, environment: dict[str, str]) -> subprocess.Completed
 @pytest.mark.skipif(
     Allocator.best() is not Allocator.CACHES, reason="oneTBB's allocator is for x86-64 Linux"
 )
-def test_the_caching_allocator_has_freed_memory_at_hand_and_is_missed_by_the_loader() -> None:
+def test_the_caching_allocator_has_freed_memory_at_hand_and_is_missed_by_the_loader():
     done = _pages(Allocator.CACHES, Allocator.CACHES.environment())
     assert int(done.stdout) < 5 * 4096, done.stderr  # pages of 4 KiB; without a cache 10 * 4096
     done = _pages(Allocator.CACHES, {"LD_PRELOAD": ""})
@@ -98,9 +93,7 @@ def test_the_caching_allocator_has_freed_memory_at_hand_and_is_missed_by_the_loa
     assert "preloaded, but is not there" in done.stderr
 
 
-def test_without_the_caching_allocator_memory_is_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_caching_allocator_memory_is_given_back(monkeypatch):
     monkeypatch.setattr("benchmarks.allocators._LIBRARIES", ("libno.so.2", "libnone.so.2"))
     assert Allocator.best() is Allocator.GIVES_BACK
     assert Allocator.best().environment() == {}
@@ -121,12 +114,10 @@ def test_without_the_caching_allocator_memory_is_given_back(
         (99, {"most": 5}, [1, 2, 4], 400, "no larger one was tried"),
     ],
 )
-def test_the_largest_model_that_trains_is_found(
-    most: int, bounds: dict[str, int], tried: list[int], parameters: int | None, why: str
-) -> None:
+def test_the_largest_model_that_trains_is_found(most, bounds, tried, parameters, why):
     seen = []
 
-    def attempt(layers: int) -> Trained | str:
+    def attempt(layers):
         seen.append(layers)
         return Trained(100 * layers, layers, 1.0, 0) if layers <= most else "killed"
 
@@ -136,8 +127,8 @@ def test_the_largest_model_that_trains_is_found(
 
 
 @pytest.mark.slow
-def test_a_run_tells_why_it_failed_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    def quiet(line: str) -> None: ...
+def test_a_run_tells_why_it_failed_and_one_that_takes_too_long_is_ended(tmp_path):
+    def quiet(line): ...
 
     job = Job(64, 1, vocabulary=64, sequence=8, steps=10**9)
     failed = run_job(replace(job, directory=str(tmp_path / "nowhere")), say=quiet)
@@ -152,7 +143,7 @@ def test_a_run_tells_why_it_failed_and_one_that_takes_too_long_is_ended(tmp_path
 
 
 # ---------------------------------------------------------------------- the soak
-def series(seed: int, per_hour: float) -> list[tuple[float, float]]:
+def series(seed, per_hour):
     """Two hours of samples, each much like the one before."""
     chance, noise, found = random.Random(seed), 0.0, []
     for number in range(720):
@@ -161,7 +152,7 @@ def series(seed: int, per_hour: float) -> list[tuple[float, float]]:
     return found
 
 
-def test_intervals_hold_the_true_slope_of_correlated_samples_as_often_as_they_say() -> None:
+def test_intervals_hold_the_true_slope_of_correlated_samples_as_often_as_they_say():
     found = [(slope(series(seed, rate)), rate) for seed in range(150) for rate in (0.0, 3.0)]
     held = sum(line is not None and line.low <= rate <= line.high for line, rate in found)
     assert 0.90 <= held / len(found) <= 0.99
@@ -169,7 +160,7 @@ def test_intervals_hold_the_true_slope_of_correlated_samples_as_often_as_they_sa
     assert missed <= 0.02 * len(found)
 
 
-def test_leaks_of_memory_and_files_are_reported_and_nothing_else(tmp_path: Path) -> None:
+def test_leaks_of_memory_and_files_are_reported_and_nothing_else(tmp_path):
     lines = tmp_path / "soak.lines"
     with open(lines, "w") as file:
         for seconds, value in series(1, 12.0):
@@ -184,7 +175,7 @@ def test_leaks_of_memory_and_files_are_reported_and_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_soak_of_seconds_reports_runs_that_end_as_plain_ones(tmp_path: Path, disk: Path) -> None:
+def test_a_soak_of_seconds_reports_runs_that_end_as_plain_ones(tmp_path, disk):
     pytest.importorskip("transformers")
     file = tmp_path / "found" / "soak.json"
     options = f"--hours 0.005 --seed 3 --json {file} --directory {disk}".split()

@@ -1,7 +1,5 @@
 """`OffloadMonitor` with the loggers themselves, and `MicroBatchHints`."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -30,9 +28,7 @@ WRITTEN = "offload/optimizer/written_bytes"
 CLIENTS = ("activations", "optimizer", "parameters")
 
 
-def test_every_logger_gets_the_metrics_and_training_is_identical(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_logger_gets_the_metrics_and_training_is_identical(pl, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -73,9 +69,7 @@ def test_every_logger_gets_the_metrics_and_training_is_identical(
         writer.add_custom_scalars(TENSORBOARD_LAYOUT)
 
 
-def test_the_progress_bar_shows_the_rates(
-    pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_progress_bar_shows_the_rates(pl, tmp_path, capsys):
     callbacks = [OffloadMonitor(every_n_steps=5), pl.callbacks.TQDMProgressBar(refresh_rate=1)]
     options = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 15}
     trainer = fit(pl, tmp_path, "ssd_offload", **options).trainer
@@ -87,7 +81,7 @@ def test_the_progress_bar_shows_the_rates(
 
 
 @pytest.mark.parametrize("callback", [OffloadMonitor, MicroBatchHints])
-def test_a_trainer_without_an_engine_is_refused(pl: Any, tmp_path: Path, callback: Any) -> None:
+def test_a_trainer_without_an_engine_is_refused(pl, tmp_path, callback):
     module = make_module(pl)
     message = rf'{callback.__name__} finds no engine.*"ssd_offload"'
     with pytest.raises(ConfigError, match=message):
@@ -98,7 +92,7 @@ def test_a_trainer_without_an_engine_is_refused(pl: Any, tmp_path: Path, callbac
     trainer.validate(module, batches(2), verbose=False)
 
 
-def test_an_interval_below_one_is_refused() -> None:
+def test_an_interval_below_one_is_refused():
     for steps in (0, -1):
         with pytest.raises(ConfigError, match="every_n_steps"):
             OffloadMonitor(every_n_steps=steps)
@@ -108,8 +102,8 @@ def test_an_interval_below_one_is_refused() -> None:
     "options", [{"max_steps": 9}, {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 7}]
 )
 def test_callbacks_serve_an_engine_of_the_users_own_with_the_hints_of_the_strategy(
-    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]], options: Any
-) -> None:
+    pl, tmp_path, hints, options
+):
     options = {"accumulate_grad_batches": 4, **options}
     plain = fit(pl, tmp_path, "auto", **options)
     # The callback adds nothing to the hints of the strategy.
@@ -136,9 +130,7 @@ def test_callbacks_serve_an_engine_of_the_users_own_with_the_hints_of_the_strate
     assert len(logged) == math.ceil(by_callback.trainer.global_step / 2)
 
 
-def test_manual_optimization_has_no_hints(
-    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]]
-) -> None:
+def test_manual_optimization_has_no_hints(pl, tmp_path, hints):
     options = {"max_steps": -1, "max_epochs": 1}
     fit(pl, tmp_path, "ssd_offload", make_module(pl, manual=True), **options)
     assert hints == [(0, False)]  # at the end of fit: no step follows
@@ -150,7 +142,7 @@ def test_manual_optimization_has_no_hints(
     assert hints == []
 
 
-def test_loggers_get_rates_since_the_previous_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_get_rates_since_the_previous_time(monkeypatch):
     figures = ("written_bytes", "read_bytes", "stall_seconds")
     engine = {f"offload/{client}/{figure}": 0.0 for client in CLIENTS for figure in figures}
     engine["offload/endurance/projected_years"] = math.nan

@@ -1,14 +1,12 @@
 """Files that are written with and without direct I/O."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload_strategy.checkpoints import scratch_file, streaming_files
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request, monkeypatch):
     name: str = request.param
     if name == "buffered":
         for module in (scratch_file, streaming_files):

@@ -1,7 +1,5 @@
 """`offload_strategy.save` and `load`: torch's format, whole or not at all, in little memory."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -10,7 +8,6 @@ import random
 import signal
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def assert_is_state(found: Any) -> None:
+def assert_is_state(found):
     assert found.keys() == STATE.keys()
     assert (found["step"], found["text"]) == (STATE["step"], STATE["text"])
     assert bits(found["weights"]) == bits(STATE["weights"])
@@ -43,7 +40,7 @@ def assert_is_state(found: Any) -> None:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Path]:
+def target(tmp_path):
     """Where to save; beside it nothing may remain."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -52,7 +49,7 @@ def target(tmp_path: Path) -> Iterator[Path]:
 
 
 # ---------------------------------------------------------------------- the format
-def test_what_is_saved_is_read_by_torch_and_by_load(target: Path, way: str) -> None:
+def test_what_is_saved_is_read_by_torch_and_by_load(target, way):
     save(STATE, target)
     assert_is_state(torch.load(target))
     assert_is_state(load(target))
@@ -62,19 +59,19 @@ def test_what_is_saved_is_read_by_torch_and_by_load(target: Path, way: str) -> N
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 8 * MiB - 1000, 8 * MiB, 20 * MiB + 3])
-def test_any_size_is_saved(size: int, target: Path, way: str) -> None:
+def test_any_size_is_saved(size, target, way):
     values = torch.arange(size, dtype=torch.int32).to(torch.uint8)
     save(values, target)
     assert torch.equal(torch.load(target), values)
 
 
-def mapped(path: Path) -> bool:
+def mapped(path):
     """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), lambda storage, _: storage])
-def test_what_is_small_does_not_keep_the_file(location: Any, target: Path) -> None:
+def test_what_is_small_does_not_keep_the_file(location, target):
     save(STATE, target)
     found = load(target, location)
     assert mapped(target)
@@ -83,7 +80,7 @@ def test_what_is_small_does_not_keep_the_file(location: Any, target: Path) -> No
     assert not mapped(target)
 
 
-def test_a_map_location_of_the_users_decides(target: Path) -> None:
+def test_a_map_location_of_the_users_decides(target):
     save(STATE, target)
     assert load(target, "meta")["weights"].is_meta
     for location in (None, lambda storage, _: None, lambda storage, _: storage.clone()):
@@ -91,7 +88,7 @@ def test_a_map_location_of_the_users_decides(target: Path) -> None:
 
 
 @pytest.fixture
-def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def too_large(monkeypatch):
     """As if the kernel had no memory for copies of the pages of any file."""
     monkeypatch.setattr(maps, "can_be_reserved", lambda fd, nbytes: False)
 
@@ -99,8 +96,8 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("write", [torch.save, save], ids=["torch", "ours"])
 @pytest.mark.parametrize("larger", [False, True], ids=["fits", "larger than all memory"])
 def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
-    larger: bool, write: Any, target: Path, request: pytest.FixtureRequest
-) -> None:
+    larger, write, target, request
+):
     if larger:
         request.getfixturevalue("too_large")
     state = {**STATE, "view": STATE["weights"][3], "empty": torch.empty(0, 3)}
@@ -122,15 +119,15 @@ def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
 
 
 def test_storages_in_another_order_than_their_numbers_are_read_into_memory(
-    target: Path, too_large: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target, too_large, monkeypatch
+):
     save(STATE, target)
     ranges = maps._storage_ranges
     monkeypatch.setattr(maps, "_storage_ranges", lambda path: ranges(path)[::-1])
     assert_is_state(load(target))
 
 
-def test_a_map_that_is_larger_than_all_memory(tmp_path: Path) -> None:
+def test_a_map_that_is_larger_than_all_memory(tmp_path):
     with open(tmp_path / "sparse", "w+b") as file:
         file.truncate(1 << 42)
         with maps.private_map(file.fileno(), 1 << 42) as whole:
@@ -140,17 +137,15 @@ def test_a_map_that_is_larger_than_all_memory(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- memory
-def test_filling_saving_and_loading_take_no_memory_but_a_buffer(
-    disk: Path, target: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filling_saving_and_loading_take_no_memory_but_a_buffer(disk, target, way, monkeypatch):
     values = torch.randn(16, MiB // 4)  # 16 MiB
     peaks, level = [], status_bytes("RssAnon")
 
-    def look() -> None:
+    def look():
         peaks.append(status_bytes("RssAnon") - level)
 
     class Watched(files._ArchiveWriter):
-        def write(self, data: Any) -> int:
+        def write(self, data):
             look()
             return super().write(data)
 
@@ -171,7 +166,7 @@ def test_filling_saving_and_loading_take_no_memory_but_a_buffer(
     assert max(peaks) < 24 * MiB  # of 192
 
 
-def test_what_was_saved_does_not_stay_in_the_page_cache(target: Path, way: str) -> None:
+def test_what_was_saved_does_not_stay_in_the_page_cache(target, way):
     save(torch.randn(64 * MiB // 4), target)
     with open(target, "r+b") as file:
         assert cached_pages(file.fileno(), 64 * MiB) * PAGE_BYTES < 8 * MiB
@@ -179,7 +174,7 @@ def test_what_was_saved_does_not_stay_in_the_page_cache(target: Path, way: str) 
 
 # ---------------------------------------------------------------------- names, modes, links
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_new_file_has_the_mode_that_torch_would_give_it(mask: int, target: Path) -> None:
+def test_a_new_file_has_the_mode_that_torch_would_give_it(mask, target):
     before = os.umask(mask)
     try:
         save(STATE, target)
@@ -189,7 +184,7 @@ def test_a_new_file_has_the_mode_that_torch_would_give_it(mask: int, target: Pat
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o660])
-def test_a_file_keeps_its_mode_and_owner_also_while_it_is_written(mode: int, target: Path) -> None:
+def test_a_file_keeps_its_mode_and_owner_also_while_it_is_written(mode, target):
     target.touch()
     target.chmod(mode)
     owner = (1234, 2345) if os.geteuid() == 0 else (os.getuid(), os.getgid())
@@ -197,7 +192,7 @@ def test_a_file_keeps_its_mode_and_owner_also_while_it_is_written(mode: int, tar
     modes = []
 
     class Looking:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             modes.extend(stat.S_IMODE(path.stat().st_mode) for path in target.parent.iterdir())
             return (int, ())
 
@@ -208,7 +203,7 @@ def test_a_file_keeps_its_mode_and_owner_also_while_it_is_written(mode: int, tar
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_symbolic_link_is_followed_and_stays(exists: bool, target: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_followed_and_stays(exists, target, tmp_path):
     link = tmp_path / "link.ckpt"
     link.symlink_to(target)
     if exists:
@@ -219,7 +214,7 @@ def test_a_symbolic_link_is_followed_and_stays(exists: bool, target: Path, tmp_p
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "link.ckpt"]
 
 
-def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
     target = tmp_path / ("ä" * 126 + ".pt")  # 255 bytes
     save(STATE, target)
     save(STATE, target)
@@ -230,15 +225,15 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None
 class Unwilling:
     """Cannot be pickled."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         self.error = error
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise self.error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TypeError("no")], ids=["Ctrl-C", "error"])
-def test_an_error_while_saving_leaves_the_previous_file(error: Any, target: Path) -> None:
+def test_an_error_while_saving_leaves_the_previous_file(error, target):
     save(STATE, target)
     with pytest.raises(type(error)):
         save([torch.randn(5 * MiB), Unwilling(error)], target)
@@ -251,13 +246,11 @@ def test_an_error_while_saving_leaves_the_previous_file(error: Any, target: Path
     [(errno.EIO, "Check the disk"), (errno.ENOSPC, "Free some space on the disk"), (None, None)],
     ids=["a broken disk", "a full disk", "Ctrl-C"],
 )
-def test_a_write_that_fails_leaves_the_previous_file(
-    number: int | None, advice: str | None, at: str, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_previous_file(number, advice, at, target, monkeypatch):
     save(STATE, target)
     write = files.PageFile.write
 
-    def fail(self: Any, view: memoryview, offset: int) -> None:
+    def fail(self, view, offset):
         if offset == 0 if at == "first" else len(view) < 8 * MiB:
             raise KeyboardInterrupt if number is None else OSError(number, os.strerror(number))
         write(self, view, offset)
@@ -274,7 +267,7 @@ def test_a_write_that_fails_leaves_the_previous_file(
     assert_is_state(load(target))
 
 
-def test_what_cannot_be_a_file_is_named_and_not_replaced(tmp_path: Path) -> None:
+def test_what_cannot_be_a_file_is_named_and_not_replaced(tmp_path):
     with pytest.raises(StorageError, match=f"Create the directory {tmp_path / 'nowhere'}"):
         save(STATE, tmp_path / "nowhere" / "last.ckpt")
     with pytest.raises(StorageError, match="Is a directory"):
@@ -287,11 +280,11 @@ def test_what_cannot_be_a_file_is_named_and_not_replaced(tmp_path: Path) -> None
 
 
 # ---------------------------------------------------------------------- killed
-def partial(target: Path, digit: str = "a") -> Path:
+def partial(target, digit="a"):
     return target.parent / f".{target.name}.{16 * digit}.partial"
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(target: Path) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next(target):
     partial(target, "a").write_bytes(b"half")
     busy = partial(target, "b")
     with open(busy, "wb") as file:
@@ -304,7 +297,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(target: Path) -> None:
     assert_is_state(load(target))
 
 
-def test_files_of_other_names_and_links_are_left_alone(target: Path, tmp_path: Path) -> None:
+def test_files_of_other_names_and_links_are_left_alone(target, tmp_path):
     other = partial(target.with_name("other.ckpt"))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(b"mine")
@@ -318,7 +311,7 @@ def test_files_of_other_names_and_links_are_left_alone(target: Path, tmp_path: P
     partial(target).unlink()
 
 
-def _save_for_ever(target: Path) -> None:
+def _save_for_ever(target):
     try:
         for number in itertools.count():
             save({"first": torch.full((MiB,), number), "last": torch.tensor(number)}, target)
@@ -326,7 +319,7 @@ def _save_for_ever(target: Path) -> None:
         os._exit(1)
 
 
-def test_a_process_killed_while_it_saves_leaves_a_whole_file(target: Path) -> None:
+def test_a_process_killed_while_it_saves_leaves_a_whole_file(target):
     chance = random.Random(0)
     halves = 0
     for _ in range(12):

@@ -1,7 +1,5 @@
 """What earlier versions wrote is read, and a damaged cache is ignored with one line."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -28,13 +26,13 @@ VERSIONS = sorted(folder for folder in SAMPLES.iterdir() if (folder / "profile.j
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda folder: folder.name)
-def samples(request: pytest.FixtureRequest) -> Path:
+def samples(request):
     folder: Path = request.param
     return folder
 
 
 @pytest.fixture
-def cached(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cached(samples, tmp_path, monkeypatch):
     """A copy of a version's cache, which is the user's; the file in it."""
     folder = shutil.copytree(samples / "cache", tmp_path / "cache")
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
@@ -43,9 +41,7 @@ def cached(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.mark.parametrize("states", ["optimizer.pt", "checkpoint.pt"])
-def test_training_goes_on_from_the_checkpoint_of_a_version(
-    samples: Path, states: str, disk: Path
-) -> None:
+def test_training_goes_on_from_the_checkpoint_of_a_version(samples, states, disk):
     begun = torch.arange(512.0).view(8, 64)
     with OffloadEngine(settings(disk)) as engine:
         sample = Sample(engine)
@@ -59,25 +55,23 @@ def test_training_goes_on_from_the_checkpoint_of_a_version(
         assert torch.equal(sample.model.weight, begun - 0.5 * (1 + 1.5 + 1.75))
 
 
-def test_lightning_goes_on_from_the_checkpoint_of_a_version(samples: Path, disk: Path) -> None:
+def test_lightning_goes_on_from_the_checkpoint_of_a_version(samples, disk):
     trainer = trained_by_lightning(disk, 3, samples / "lightning.ckpt")
     [weight] = trainer.lightning_module.parameters()
     assert trainer.global_step == 3
     assert torch.equal(weight, torch.arange(512.0).view(8, 64) - 0.5 * (1 + 1.5 + 1.75))
 
 
-def test_the_profile_of_a_version_is_read(samples: Path) -> None:
+def test_the_profile_of_a_version_is_read(samples):
     assert Profile.load(samples / "profile.json") == PROFILE
 
 
-def test_the_rates_of_a_version_are_read(cached: Path) -> None:
+def test_the_rates_of_a_version_are_read(cached):
     assert load_rates(IDENTITY) == RATES
 
 
 @pytest.mark.parametrize("damage", ["half", "random bytes", "another version", "other types"])
-def test_a_damaged_cache_is_ignored_with_one_line_and_replaced(
-    cached: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_cache_is_ignored_with_one_line_and_replaced(cached, damage, caplog):
     content = cached.read_bytes()
     damaged = {
         "half": content[: len(content) // 2],

@@ -1,7 +1,5 @@
 """Tensors in a scratch file: the right values, little memory, and gone with the last of them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -22,7 +20,7 @@ from tests.conftest import deleted_files
 from tests.training import bits
 
 
-def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor]:
+def filled(directories, *tensors):
     """The same tensors, in a scratch file."""
     with ScratchFile(directories) as file:
         slots = [file.reserve(t.shape, t.dtype, t.stride()) for t in tensors]
@@ -31,7 +29,7 @@ def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor
         return [slot.tensor() for slot in slots]
 
 
-def opened(name: str) -> Path:
+def opened(name):
     """The file of an entry of `deleted_files`."""
     return Path("/proc/self/fd", name.split(" ")[0])
 
@@ -58,8 +56,8 @@ TENSORS = [
 @pytest.mark.parametrize("directories", [True, False], ids=["file", "memory"])
 @pytest.mark.parametrize("buffer", [8 * MiB, 16384])
 def test_tensors_come_back_with_their_shapes_dtypes_strides_and_bits(
-    directories: bool, buffer: int, disk: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    directories, buffer, disk, way, monkeypatch
+):
     monkeypatch.setattr(scratch, "_BUFFER_BYTES", buffer)
     before = deleted_files()
     for copy, tensor in zip(filled([disk] * directories, *TENSORS), TENSORS, strict=True):
@@ -72,7 +70,7 @@ def test_tensors_come_back_with_their_shapes_dtypes_strides_and_bits(
 
 
 @pytest.mark.parametrize("row", [1, 7, 5000])
-def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way: str) -> None:
+def test_rows_may_be_filled_in_pieces_and_in_any_order(row, disk, way):
     rows = 200_000 // row
     expected, other = torch.randn(rows, row), torch.randn(rows, row)
     pieces = list(pairwise([0, rows // 9, rows // 9 + 1, rows // 3, rows // 2, rows - 1, rows]))
@@ -88,9 +86,7 @@ def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way
         assert torch.equal(second.tensor(), other)
 
 
-def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tensor(
-    disk: Path,
-) -> None:
+def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tensor(disk):
     before = deleted_files()
     copies = filled([disk], LARGE, LARGE + 1)
     (name,) = deleted_files() - before
@@ -113,7 +109,7 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
     assert deleted_files() == before
 
 
-def test_small_tensors_need_no_file(disk: Path) -> None:
+def test_small_tensors_need_no_file(disk):
     before = deleted_files()
     with ScratchFile([disk / "nowhere"]) as file:
         slot = file.reserve((10, 10), torch.float32)
@@ -123,7 +119,7 @@ def test_small_tensors_need_no_file(disk: Path) -> None:
     assert deleted_files() == before
 
 
-def test_too_little_room_is_an_error_before_anything_is_written(disk: Path) -> None:
+def test_too_little_room_is_an_error_before_anything_is_written(disk):
     before = deleted_files()
     with ScratchFile([disk]) as file:
         slot = file.reserve((1 << 32, 1 << 16), torch.float32)
@@ -134,9 +130,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(disk: Path) -> N
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_the_next_directory_is_taken_where_the_first_one_is_gone(
-    is_last: bool, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_next_directory_is_taken_where_the_first_one_is_gone(is_last, disk, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
         (copy,) = filled([disk / "gone", disk, *([] if is_last else [tmp_path])], LARGE)
     assert torch.equal(copy, LARGE)
@@ -146,8 +140,8 @@ def test_the_next_directory_is_taken_where_the_first_one_is_gone(
     assert caplog.records[-1].levelno == (logging.WARNING if is_last else logging.INFO)
 
 
-def test_a_write_that_fails_says_where(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: PageFile, view: memoryview, offset: int) -> None:
+def test_a_write_that_fails_says_where(disk, monkeypatch):
+    def fail(self, view, offset):
         raise OSError(5, os.strerror(5))
 
     monkeypatch.setattr(PageFile, "write", fail)
@@ -158,7 +152,7 @@ def test_a_write_that_fails_says_where(disk: Path, monkeypatch: pytest.MonkeyPat
         file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
 
 
-def test_rows_that_do_not_fit_are_refused(disk: Path) -> None:
+def test_rows_that_do_not_fit_are_refused(disk):
     with ScratchFile([disk]) as file:
         slot = file.reserve(LARGE.shape, LARGE.dtype)
         for start, shape in [(299, (2, 401)), (-1, (1, 401)), (0, (301, 401)), (0, (300, 400))]:
@@ -170,8 +164,8 @@ def test_rows_that_do_not_fit_are_refused(disk: Path) -> None:
 
 
 def test_a_scratch_file_lies_beside_the_first_tier_or_else_in_the_default_directory(
-    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     assert scratch_directories([disk, tmp_path]) == [disk, tmp_path]
     assert scratch_directories([disk]) == [disk, tmp_path]
@@ -180,7 +174,7 @@ def test_a_scratch_file_lies_beside_the_first_tier_or_else_in_the_default_direct
     assert scratch_directories([disk]) == [disk]
 
 
-def test_a_block_device_holds_no_scratch_file(disk: Path) -> None:
+def test_a_block_device_holds_no_scratch_file(disk):
     device = next((path for path in Path("/dev").iterdir() if path.is_block_device()), None)
     if device is None:
         pytest.skip("there is no block device here")

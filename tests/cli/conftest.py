@@ -1,7 +1,5 @@
 """What the tests of the command line share: a way to run it, without the user's environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload_strategy.cli import main
@@ -17,7 +15,7 @@ def _no_environment(monkeypatch):
 def ssd_offload(capsys):
     """Runs the command line with words, checks its status, and returns what it printed."""
 
-    def run(*words: object, status: int = 0):
+    def run(*words, status=0):
         try:
             found = main([*map(str, words)])
         except SystemExit as ended:  # argparse's own errors

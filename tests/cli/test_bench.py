@@ -14,7 +14,6 @@ from offload_strategy.cli.bench import _percentile
 from offload_strategy.cli.this_machine import known_path
 from offload_strategy.errors import StorageError
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
-from offload_strategy.telemetry import Progress
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
 from tests.training import settings
@@ -93,7 +92,7 @@ def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload)
 
 
 def test_a_later_phase_that_fails_keeps_earlier_figures(disk, tmp_path, ssd_offload, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise StorageError("the drive is gone")
 
     file, measure = tmp_path / "bench.json", bench.probe
@@ -150,7 +149,7 @@ def test_the_99th_percentile_is_a_value_that_was_seen():
 def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, monkeypatch):
     usual = bench._Bar.update
 
-    def update(bar: Progress, number: float = 1) -> None:
+    def update(bar, number=1):
         usual(bar, number)
         if bar.last_print_n >= 0.02 * bar.total:  # the bar has moved
             signal.raise_signal(signal.SIGINT)

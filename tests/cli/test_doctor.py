@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,8 +23,11 @@ from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
 
 
-def config(**sections: object) -> str:
+def config(**sections):
     return json.dumps({"memory": {"pinned": "16MiB"}, **sections})
+
+
+_CONFIG = config()
 
 
 # ---------------------------------------------------------------------------- the command
@@ -33,7 +35,7 @@ def config(**sections: object) -> str:
 def doctor(ssd_offload, monkeypatch):
     """Runs the command with a config; returns what it prints, of --json the checks by name."""
 
-    def run(*words: object, status: int = 0, config: str = config()) -> Any:
+    def run(*words, status=0, config=_CONFIG):
         monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config)
         text = ssd_offload("doctor", *words, status=status).out
         if "--json" not in words:
@@ -79,7 +81,7 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
     assert "memory.pinned" in checks_["config"]["found"]
     assert checks_[f"{disk}: space"]["status"] == "ok"
 
-    def fail() -> Check:
+    def fail():
         raise ZeroDivisionError("a kernel that we do not know")
 
     monkeypatch.setattr(checks, "check_huge_pages", fail)
@@ -89,7 +91,7 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
 
 
 # ---------------------------------------------------------------------------- the machine
-def memory(total: int, available: int, limit: int | None = None, processes: int = 1) -> Check:
+def memory(total, available, limit=None, processes=1):
     """The check of a machine with so many GiB, of which a process wants 16."""
     tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
     wanted = OffloadConfig.load({"tiers": tiers, "memory": {"pinned": "4GiB"}})
@@ -97,7 +99,7 @@ def memory(total: int, available: int, limit: int | None = None, processes: int 
     return checks.check_memory(wanted, processes=processes, **machine)
 
 
-def file_system(*found: object, **more: bool) -> Check:
+def file_system(*found, **more):
     return check_file_system(Path("/mnt"), FileSystem(*found, **more) if found else None)
 
 
@@ -144,7 +146,7 @@ def test_what_a_check_finds_is_judged_and_comes_with_advice_if_it_is_not_well(fo
     assert bool(found.advice) == (status != OK)
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def tree(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
@@ -230,7 +232,7 @@ def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, c
 
 
 def test_unnamed_files_may_be_unknown_but_a_directory_must_take_files(disk, monkeypatch):
-    def answers(code: int) -> Check:
+    def answers(code):
         error = OSError(code, os.strerror(code))
         with mock.patch.object(path_checks.os, "open", side_effect=error):
             return path_checks._check_unnamed_files(disk)

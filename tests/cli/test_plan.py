@@ -54,7 +54,7 @@ def known_cores(monkeypatch, tmp_path):
 def plan(ssd_offload):
     """Runs the command and returns what it prints; figures if it ends with --json."""
 
-    def run(words: str, status: int = 0):
+    def run(words, status=0):
         text = ssd_offload("plan", *words.split(), status=status).out
         return json.loads(text) if words.endswith("--json") else text
 

@@ -21,7 +21,7 @@ def profile(tmp_path):
 def plan(ssd_offload, profile):
     """Runs the command with the profile and returns what it prints."""
 
-    def run(*words: object, status: int = 0) -> str:
+    def run(*words, status=0):
         return ssd_offload("plan", "--profile", profile, *words, status=status).out
 
     return run

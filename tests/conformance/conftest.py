@@ -1,7 +1,5 @@
 """torch's databases are part of its own tests, which need a package that these do not use."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -3,15 +3,12 @@
 Everything that is saved leaves, with checksums; what plain PyTorch cannot run does not count.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +41,7 @@ class SlowBackend(PacedBackend):
 
 
 @pytest.fixture
-def engine(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OffloadEngine]:
+def engine(disk, monkeypatch):
     """Everything leaves, on a slow path."""
     monkeypatch.setattr(posix, "PosixBackend", SlowBackend)
     config = settings(disk, optimizer={"enabled": False}, io={"checksum": True})

@@ -4,8 +4,6 @@
 Without it there are twenty parts, and twenty commits in a row run all of them, each one once.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import zlib

@@ -4,16 +4,11 @@ Operators and modules run under activation offload on a slow path, whose writes 
 reads end late.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.testing._internal.common_methods_invocations import op_db
@@ -42,16 +37,14 @@ OPERATORS = {
 }
 
 
-def dtypes(op: Any) -> list[torch.dtype]:
+def dtypes(op):
     """float32, and one more for what is different there: lazy conjugates, other kernels."""
     backward = op.supported_backward_dtypes("cpu")
     others = [d for d in (torch.complex64, torch.bfloat16, torch.float64) if d in backward]
     return [d for d in (torch.float32, *others[:1]) if d in backward]
 
 
-def add_operator(
-    comparison: Comparison, label: str, op: Any, args: Any, kwargs: Any, twice: bool
-) -> None:
+def add_operator(comparison, label, op, args, kwargs, twice):
     """Compare a call, and one of the operator's form that changes its input in place."""
     comparison.add(label, Call(lambda: op(*args, **kwargs), (args, kwargs), twice))
     in_place = op.inplace_variant
@@ -61,7 +54,7 @@ def add_operator(
 
 
 @pytest.mark.parametrize("name", selected(OPERATORS))
-def test_every_sample_of_an_operator_is_the_same(name: str, engine: OffloadEngine) -> None:
+def test_every_sample_of_an_operator_is_the_same(name, engine):
     op, comparison = OPERATORS[name], Comparison(engine)
     for dtype in dtypes(op):
         for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
@@ -76,7 +69,7 @@ MODULES = {info.name: info for info in module_db}
 
 
 @pytest.mark.parametrize("name", selected(MODULES))
-def test_every_sample_of_a_module_is_the_same(name: str, engine: OffloadEngine) -> None:
+def test_every_sample_of_a_module_is_the_same(name, engine):
     info, comparison = MODULES[name], Comparison(engine)
     for dtype in (torch.float32, torch.float64):
         samples = info.module_inputs_func(
@@ -88,9 +81,7 @@ def test_every_sample_of_a_module_is_the_same(name: str, engine: OffloadEngine) 
     assert comparison.different == []
 
 
-def add_module(
-    comparison: Comparison, label: str, kind: type[nn.Module], sample: Any, dtype: torch.dtype
-) -> None:
+def add_module(comparison, label, kind, sample, dtype):
     """Compare a call of a module that is made for it."""
     made, given = sample.constructor_input, sample.forward_input
     torch.manual_seed(0)
@@ -100,7 +91,7 @@ def add_module(
             module(*given.args, **given.kwargs)
     before = {key: value.clone() for key, value in module.state_dict().items()}
 
-    def call() -> Any:
+    def call():
         module.load_state_dict(before)  # running statistics
         return module(*given.args, **given.kwargs)
 
@@ -117,12 +108,12 @@ _IN_MEMORY = ("LBFGS", "SparseAdam")
 Case = tuple[OptimizerInfo, OptimizerInput, str, int]
 
 
-def _name(case: Case) -> str:
+def _name(case):
     info, given, overlap, size = case
     return f"{info.name}-{given.desc}-{overlap}-{size}".replace(" ", "_")
 
 
-def _cases() -> list[Case]:
+def _cases():
     inputs = [
         (info, given)
         for info in optim_db
@@ -132,7 +123,7 @@ def _cases() -> list[Case]:
     return selected([(*pair, overlap, size) for pair, overlap, size in everything], _name)
 
 
-def _parameters(info: OptimizerInfo, differentiable: bool) -> list[torch.Tensor]:
+def _parameters(info, differentiable):
     generator = torch.Generator().manual_seed(0)
     leaves = [
         torch.randn(shape, generator=generator).requires_grad_()
@@ -142,9 +133,7 @@ def _parameters(info: OptimizerInfo, differentiable: bool) -> list[torch.Tensor]
     return [leaf.clone() for leaf in leaves] if differentiable else leaves
 
 
-def _train(
-    info: OptimizerInfo, given: OptimizerInput, engine: OffloadEngine | None
-) -> list[Numbers]:
+def _train(info, given, engine):
     """Parameters and states after each of five steps; one parameter has its first gradient late.
 
     Not with fused kernels, of which torch's own fail then.
@@ -159,7 +148,7 @@ def _train(
     if engine is not None:
         optimizer = engine.attach(None, optimizer)
 
-    def closure(step: int) -> torch.Tensor:
+    def closure(step):
         optimizer.zero_grad()
         used = [p for i, p in enumerate(parameters) if step or i != late]
         if info.only_supports_sparse_grads:
@@ -192,7 +181,7 @@ def _train(
 
 @pytest.mark.parametrize("case", _cases(), ids=_name)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_an_optimizer_is_the_same(case: Case, disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_is_the_same(case, disk, caplog):
     info, given, overlap, size = case
     plain = _train(info, given, None)
     options = {"overlap": overlap, "subgroup_size": size}
@@ -208,7 +197,7 @@ def test_an_optimizer_is_the_same(case: Case, disk: Path, caplog: pytest.LogCapt
         assert (moved(engine, "optimizer") > 0) == (has_states and not in_memory)
 
 
-def test_sparse_adam_refuses_dense_gradients_as_it_does_without(disk: Path) -> None:
+def test_sparse_adam_refuses_dense_gradients_as_it_does_without(disk):
     parameter = torch.ones(3, requires_grad=True)
     with OffloadEngine(settings(disk)) as engine:
         optimizer = engine.attach(None, torch.optim.SparseAdam([parameter]))

@@ -1,7 +1,5 @@
 """What the ranks of `test_ranks` do."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager

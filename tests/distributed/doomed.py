@@ -4,8 +4,6 @@ A rank is killed in the middle of "backward" or "step", or has an "error" of its
 torchrun may start the ranks again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the ranks of `test_ranks` do: frameworks, each with plain training beside offloaded."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks of a gloo group that run one function each, forked from a server that has imported it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """What the ranks of `test_ranks` do: FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

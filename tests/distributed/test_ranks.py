@@ -4,11 +4,7 @@ The ranks compare what they come to by themselves. One that dies takes the job d
 message that names it, and with no file.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,18 +21,18 @@ from tests.training import assert_same_bits, moved, settings, weights
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Path:
+def tier(tmp_path):
     """The directory of the ranks' tiers."""
     (tmp_path / "tier").mkdir()
     return tmp_path / "tier"
 
 
-def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path: Path) -> None:
+def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path):
     run_ranks("tests.distributed.data_parallel_runs:against_plain", tmp_path)
 
 
 # One test for what the ranks did: pytest-xdist would run them again for others.
-def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) -> None:
+def test_sharded_training_gives_what_it_gives_without_offload(tmp_path):
     run_ranks("tests.distributed.sharded_runs:two_ranks", tmp_path)
     # A checkpoint of two ranks goes on with one and with four.
     for size in (1, 4):
@@ -48,8 +44,8 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
 
 @pytest.mark.parametrize("framework", ["accelerate", "the_trainer", "lightning", "fabric"])
 def test_frameworks_give_the_numbers_and_checkpoints_of_plain_training(
-    tmp_path: Path, tier: Path, monkeypatch: pytest.MonkeyPatch, framework: str
-) -> None:
+    tmp_path, tier, monkeypatch, framework
+):
     if framework == "the_trainer":
         pytest.importorskip("peft")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -57,9 +53,7 @@ def test_frameworks_give_the_numbers_and_checkpoints_of_plain_training(
     assert list(tier.iterdir()) == []
 
 
-def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(
-    tmp_path: Path, tier: Path
-) -> None:
+def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(tmp_path, tier):
     where = "tests.distributed.data_parallel_runs"
     run_ranks(f"{where}:save_half", tmp_path)
     for size in (1, 4):
@@ -68,9 +62,7 @@ def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_fou
 
 
 # ---------------------------------------------------------------------- a rank dies
-def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gone(
-    tmp_path: Path, disk: Path
-) -> None:
+def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gone(tmp_path, disk):
     ways = ["backward", "step", "error"]
     where = "tests.distributed.doomed:by_themselves"
     (found,) = run_ranks(where, tmp_path, size=1, group=False, tier=str(disk), ways=ways)
@@ -91,9 +83,7 @@ def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gon
             assert status == (-9 if rank == 2 and how != "error" else 1), said
 
 
-def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(
-    tmp_path: Path, disk: Path
-) -> None:
+def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(tmp_path, disk):
     where = "tests.distributed.doomed:restarted"
     run_ranks(where, tmp_path, size=1, group=False, tier=str(disk))
     for rank in range(2):
@@ -104,7 +94,7 @@ def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(
 
 
 # ---------------------------------------------------------------------- files and machines
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     groups = [
@@ -113,16 +103,14 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups)
 
 
-def trained(optimizer: Any, model: nn.Module) -> None:
+def trained(optimizer, model):
     for x in torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1)):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_a_folder_becomes_a_file_that_plain_training_loads(
-    tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_becomes_a_file_that_plain_training_loads(tmp_path, disk, capsys):
     folder, file, other_file = (tmp_path / name for name in ("folder", "one.pt", "two.pt"))
     model, plain = make()
     with OffloadEngine(settings(disk)) as engine:
@@ -152,7 +140,7 @@ def test_a_folder_becomes_a_file_that_plain_training_loads(
     assert not other_file.exists()
 
 
-def test_on_a_shared_path_each_process_has_a_folder_of_its_own(disk: Path) -> None:
+def test_on_a_shared_path_each_process_has_a_folder_of_its_own(disk):
     config = settings(disk)
     config["tiers"][0]["shared"] = True
     model, plain = make()

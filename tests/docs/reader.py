@@ -7,8 +7,6 @@ Python scripts and `ssd-offload` run in processes that are forked from one which
 and the frameworks, because most of the time would go into that. Other commands run as they are.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

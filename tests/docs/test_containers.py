@@ -4,8 +4,6 @@ No capability, no new privileges, a container's layer (overlay), a temporary dir
 little shared memory, and next to no memory that may be locked.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -45,7 +43,7 @@ exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """
 
 
-def inside() -> list[str]:
+def inside():
     """The words that run a command in such a namespace; /tmp is hidden in it."""
     if any(Path(place).resolve().is_relative_to("/tmp") for place in (ROOT, sys.prefix)):
         pytest.skip("the sources or the environment are in /tmp, which is hidden")
@@ -60,11 +58,11 @@ def inside() -> list[str]:
 
 
 @pytest.mark.slow
-def test_training_works_in_a_container_whose_layer_doctor_names() -> None:
+def test_training_works_in_a_container_whose_layer_doctor_names():
     container = inside()
     usual = {k: v for k, v in os.environ.items() if k not in ("TMPDIR", "SSD_OFFLOAD_DIR")}
 
-    def run(*words: str, **variables: str) -> str:
+    def run(*words, **variables):
         environment = {**usual, "PYTHONPATH": str(ROOT), "HOME": home, "COLUMNS": "300"}
         done = subprocess.run(
             [*container, sys.executable, *words],

@@ -1,9 +1,6 @@
 """Every code block of the pages in Start and Tutorials runs, in the order of its page."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +16,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs the source tree
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a minute of work, most of it imports, where others use the machine
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_reader_can_follow_the_page(
-    page: Path, tmp_path: Path, record_property: pytest.RecordProperty
-) -> None:
+def test_a_reader_can_follow_the_page(page, tmp_path, record_property):
     for package in NEEDED:  # not imported, as the reader's processes are the ones that need them
         if find_spec(package) is None:
             pytest.skip(f"needs {package}")
@@ -35,7 +30,7 @@ def test_a_reader_can_follow_the_page(
     record_property("executed_blocks", reader.followed)
 
 
-def test_what_a_page_shows_is_compared_without_figures_and_in_order() -> None:
+def test_what_a_page_shows_is_compared_without_figures_and_in_order():
     printed = "step 0  loss 1.25\nstep 1  loss 0.5\nread 3.5 GiB in 2 s\n"
     assert missing(["step 0  loss 9.0", "...", "read 12 MiB in 10 ms"], printed) == []
     assert missing(["read 1 GiB in 1 s", "step 0  loss 1"], printed) == ["step 0  loss 1"]

@@ -4,7 +4,6 @@ import gc
 import time
 import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ from tests.training import (
 )
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def train(net: nn.Module, optimizer: Any, count: int = 2) -> torch.Tensor:
+def train(net, optimizer, count=2):
     """A few steps; the loss of the last."""
     loss = torch.zeros(())
     for step in range(count):
@@ -42,7 +41,7 @@ def train(net: nn.Module, optimizer: Any, count: int = 2) -> torch.Tensor:
     return loss.detach()
 
 
-def assert_trains_by_itself(net: nn.Module) -> None:
+def assert_trains_by_itself(net):
     """Fail unless its gradients are those of a copy that no engine knows."""
     twin = model()
     twin.load_state_dict(net.state_dict())
@@ -186,7 +185,7 @@ def test_a_clock_that_a_test_has_replaced_reaches_no_thread(disk, monkeypatch):
 
 @pytest.mark.parametrize("kept", ["nothing", "the model", "the optimizer", "the loss"])
 def test_a_forgotten_engine_closes_itself(disk, kept):
-    def forget() -> Any:
+    def forget():
         engine = OffloadEngine(settings(disk))
         net = model()
         optimizer = engine.attach(net, AdamW(net.parameters()))

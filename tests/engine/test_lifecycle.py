@@ -154,10 +154,10 @@ FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 class Rows(Dataset[torch.Tensor]):
     """Random rows."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 
@@ -317,7 +317,7 @@ INTERRUPTIONS = {
 }
 
 
-def interrupt(*_: object) -> None:
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
@@ -346,18 +346,18 @@ def test_the_engine_of_an_interrupted_cell_ends_with_the_next(disk, place, overl
 
 
 class Interrupted(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         raise KeyboardInterrupt
 
 
 class Catching(nn.Module):
     """Goes on after a module inside of it was interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(4, 4), Interrupted(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x).exp()
         with suppress(KeyboardInterrupt):
             self.inner(x)

@@ -27,7 +27,7 @@ from tests.training import Block, on_disk, settings
 
 
 # ---------------------------------------------------------------------- metrics
-def contract_keys(tiers: list[str]) -> set[str]:
+def contract_keys(tiers):
     """The keys that scripts outside of the project rely on."""
     moved = ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
     figures = {
@@ -142,7 +142,7 @@ def test_that_offload_is_not_needed_is_said_once(disk, caplog, monkeypatch, is_s
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
-def train_blocks(engine: OffloadEngine, steps: int = 5, *, wait: bool = False) -> dict[str, float]:
+def train_blocks(engine, steps=5, *, wait=False):
     """Train a few steps; return the metrics at the start of the last."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(3)))

@@ -4,8 +4,6 @@ import json
 import sys
 from contextlib import closing
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import yaml
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
-from offload_strategy.config import Client
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -41,16 +38,16 @@ def places(tmp_path):
     return made
 
 
-def config(*tiers: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+def config(*tiers, **sections):
     return {**settings(None, **sections), "tiers": list(tiers)}
 
 
-def ssd(name: str, path: Any, **options: Any) -> dict[str, Any]:
+def ssd(name, path, **options):
     text = [str(p) for p in path] if isinstance(path, list) else str(path)
     return {"name": name, "kind": "ssd", "path": text, **options}
 
 
-def train(engine: OffloadEngine | None) -> list[Numbers]:
+def train(engine):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
     optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -135,7 +132,7 @@ LIMIT = 512 * MiB
 WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of states
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     return nn.Sequential(*chain.from_iterable(layers))
@@ -154,18 +151,18 @@ def attached_network(engine):
     return model, engine.attach(model, torch.optim.AdamW(model.parameters()))
 
 
-def in_use(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
+def in_use(monkeypatch, mebibytes):
     """Let the process have so much in memory, whatever it really has."""
     for name in ("used_bytes", "peak_bytes"):
         monkeypatch.setattr(PeakMeter, name, lambda _: mebibytes * MiB)
 
 
-def moves(engine: OffloadEngine, client: Client) -> bool:
+def moves(engine, client):
     on_disk(engine)
     return moved(engine, client) + moved(engine, client, "forwarded") > 0
 
 
-def sections(disk: Path, **given: Any) -> dict[str, Any]:
+def sections(disk, **given):
     tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "1GiB"}]
     return {"tiers": tiers, "memory": LIMIT, **given}
 

@@ -5,13 +5,12 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from tests.optimizer.runs import EVERY_OVERLAP
 from tests.training import (
-    Numbers,
     assert_same_history,
     attached,
     left_bytes,
@@ -21,7 +20,7 @@ from tests.training import (
 )
 
 
-def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
+def states(net, *optimizers):
     """Weights and the tensors of all states."""
     found = weights(net)
     for number, optimizer in enumerate(optimizers):
@@ -45,11 +44,11 @@ def assert_same_with_and_without(script, make, disk, overlap):
 
 
 # ---------------------------------------------------------------------- shared parameters
-def small_net() -> nn.Module:
+def small_net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 1))
 
 
-def backward(net: nn.Module, step: int) -> None:
+def backward(net, step):
     generator = torch.Generator().manual_seed(step)
     net(torch.randn(4, 8, generator=generator)).pow(2).sum().backward()
 
@@ -114,7 +113,7 @@ def test_optimizers_that_share_parameters_are_identical(script, disk, overlap, c
 class Lazy(nn.Module):
     """Lazy layers of several kinds, one that comes late, and one that nobody calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
             nn.LazyConv1d(6, 3), nn.LazyBatchNorm1d(), nn.GELU(), nn.Flatten(), nn.LazyLinear(16)
@@ -123,7 +122,7 @@ class Lazy(nn.Module):
         self.never = nn.LazyLinear(3)
         self.out = nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor, late: bool = False) -> torch.Tensor:
+    def forward(self, x, late=False):
         x = self.net(x)
         return self.out(x + self.late(x).tanh() if late else x)
 

@@ -5,9 +5,7 @@ import logging
 import sys
 import time
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +17,6 @@ from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, load_all_rates
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
-from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.telemetry import Direction, Recorder
@@ -36,7 +33,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def engine_on(*directories: Path, **sections: Any) -> OffloadEngine:
+def engine_on(*directories, **sections):
     config = settings(directories[0], **sections)
     if len(directories) > 1:
         config["tiers"][0]["path"] = [str(directory) for directory in directories]
@@ -45,11 +42,11 @@ def engine_on(*directories: Path, **sections: Any) -> OffloadEngine:
     return OffloadEngine(config)
 
 
-def layers() -> nn.Module:
+def layers():
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
 
 
-def train(engine: OffloadEngine, steps: int = 6, passes: int = 1) -> None:
+def train(engine, steps=6, passes=1):
     torch.manual_seed(0)
     net = layers()
     optimizer = engine.attach(net, AdamW(net.parameters()))
@@ -198,10 +195,10 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
 
 
 # ---------------------------------------------------------------------- from run to run
-def observe(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
+def observe(monkeypatch, **rates):
     """Let every path of a run have been seen with such rates."""
 
-    def observed(queue: PathQueue, direction: Direction) -> MeasuredRate:
+    def observed(queue, direction):
         return MeasuredRate(rates[direction], "observed", 1 << 20)
 
     monkeypatch.setattr(measured_paths, "_observed", observed)

@@ -1,7 +1,5 @@
 """Each example, small, as a user starts it: in a process of its own, from another folder."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -10,9 +8,7 @@ import re
 import runpy
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,19 +29,19 @@ HARD += ["--accumulate=4", "--clip=1.0"]
 CONFIG = f"--config={json.dumps(OFFLOAD_ALL)}"
 
 
-def losses(printed: str) -> list[str]:
+def losses(printed):
     """The losses in hexadecimal that an example printed."""
     found = re.findall(r"^ *\d+  loss (\S+)$", printed, re.MULTILINE)
     assert found, printed
     return found
 
 
-def logged(folder: Path) -> dict[str, float]:
+def logged(folder):
     """The last value of every scalar in the TensorBoard files below a folder."""
     return {name: points[-1][1] for name, points in tensorboard_scalars(folder).items()}
 
 
-def run_as_main(run: Callable[..., Any], what: str, *arguments: str) -> str:
+def run_as_main(run, what, *arguments):
     """Run a script or a module; what it printed."""
     sys.argv = [what, *HARD, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -53,7 +49,7 @@ def run_as_main(run: Callable[..., Any], what: str, *arguments: str) -> str:
     return output.getvalue()
 
 
-def assert_moved(metrics: dict[str, float]) -> None:
+def assert_moved(metrics):
     for client in ("activations", "optimizer"):
         assert metrics[f"offload/{client}/written_bytes"] > 0
         assert metrics[f"offload/{client}/read_bytes"] > 0
@@ -63,7 +59,7 @@ def assert_moved(metrics: dict[str, float]) -> None:
 # ---------------------------------------------------------------------- Lightning, the main job
 
 
-def main_job(rank: int, directory: Path) -> str:
+def main_job(rank, directory):
     """The main job by path, in a process of `run_ranks`; what it compares with has its own."""
     home = directory / "home"
     home.mkdir()
@@ -74,7 +70,7 @@ def main_job(rank: int, directory: Path) -> str:
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> None:
+def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
     pytest.importorskip("lightning")
     where = "tests.examples.test_examples:main_job"
     (printed,) = run_ranks(where, tmp_path, size=1, group=False)
@@ -106,7 +102,7 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
 # ---------------------------------------------------------------------- Accelerate, PyTorch
 
 
-def three_loops(rank: int, directory: Path) -> list[str]:
+def three_loops(rank, directory):
     """The loops of Accelerate and of PyTorch; what each printed, in a process of `run_ranks`."""
     os.chdir(directory)
     variables = environment_for(str(directory / "with.yaml"))
@@ -125,7 +121,7 @@ def three_loops(rank: int, directory: Path) -> list[str]:
     return printed
 
 
-def test_loops_give_the_same_losses_with_and_without_offload(tmp_path: Path) -> None:
+def test_loops_give_the_same_losses_with_and_without_offload(tmp_path):
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     (tmp_path / "with.yaml").write_text(yaml.dump({**content, "ssd_offload_config": OFFLOAD_ALL}))
     where = "tests.examples.test_examples:three_loops"
@@ -145,9 +141,7 @@ def test_loops_give_the_same_losses_with_and_without_offload(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- the figures
 
 
-def test_the_memory_benchmark_compares_every_loss_and_all_parameters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_benchmark_compares_every_loss_and_all_parameters(monkeypatch, capsys):
     from benchmarks import demo_memory
 
     figures = {"parameters_sha256": "a", "allocator": "glibc", "config": "{}", "parameters": 7}
@@ -164,7 +158,7 @@ def test_the_memory_benchmark_compares_every_loss_and_all_parameters(
 # ---------------------------------------------------------------------- text and model
 
 
-def test_the_corpus_is_large_repeatable_and_split_by_file() -> None:
+def test_the_corpus_is_large_repeatable_and_split_by_file():
     training, validation = read_corpus("train"), read_corpus("validation")
     assert len(training) > 2_000_000
     assert 0.02 < len(validation) / len(training) < 0.3
@@ -175,15 +169,13 @@ def test_the_corpus_is_large_repeatable_and_split_by_file() -> None:
     assert sorted(found) == [False, True]
 
 
-def test_a_python_without_sources_is_refused_with_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_sources_is_refused_with_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         read_corpus("train")
 
 
-def test_the_model_sees_no_byte_that_is_yet_to_come_and_repeats_what_it_writes() -> None:
+def test_the_model_sees_no_byte_that_is_yet_to_come_and_repeats_what_it_writes():
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=32, context=16))
     tokens = torch.randint(256, (1, 16))

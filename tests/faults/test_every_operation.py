@@ -1,23 +1,17 @@
 """A sample of `make faults`: operations of a training that fail, others with every commit."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.faults import every_operation, operations
 from benchmarks.faults.points import SETTINGS, Point, points
-from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions import region
 from offload_strategy.store.reader import Reader
-from offload_strategy.store.ticket import Entry
 
 _CONFIGURATIONS = 5
 _POINTS_EACH = 7
@@ -35,13 +29,13 @@ _FOUND = [
 
 
 @pytest.fixture(autouse=True)
-def _operations() -> Iterator[None]:
+def _operations():
     pytest.importorskip("xxhash")
     with operations.installed():
         yield
 
 
-def _seed() -> str:
+def _seed():
     """The commit, so that CI tries others each time; a fixed one where there is no git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
@@ -50,7 +44,7 @@ def _seed() -> str:
         return "no commit"
 
 
-def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_what_to_do() -> None:
+def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_what_to_do():
     seed = _seed()
     print(f"the sample of {seed}")
     chosen = random.Random(seed)
@@ -68,18 +62,18 @@ def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_w
 
 
 @pytest.mark.parametrize("point", _FOUND)
-def test_what_a_point_has_found_stays_repaired(point: str) -> None:
+def test_what_a_point_has_found_stays_repaired(point):
     assert every_operation.run(Point.parse(point)).complaints == []
 
 
 # ---------------------------------------------------------------------- what it must find
-def _complaints(operation: str, numbers: Iterable[int] = (1,)) -> str:
+def _complaints(operation, numbers=(1,)):
     """Of the first operation of these, which threads do not make in the same order each time."""
     runs = (every_operation.run(Point.parse(f"{operation}.{n}:once")) for n in numbers)
     return "; ".join(next((seen.complaints for seen in runs if seen.complaints), []))
 
 
-def test_a_completion_that_swallows_errors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_swallows_errors_is_found(monkeypatch):
     monkeypatch.setattr(
         PathQueue,
         "_block_done",
@@ -88,12 +82,10 @@ def test_a_completion_that_swallows_errors_is_found(monkeypatch: pytest.MonkeyPa
     assert "wrong" in _complaints("off-states-ssd:write", range(8, 24, 2))
 
 
-def test_a_buffer_that_is_not_given_back_after_a_failed_read_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_buffer_that_is_not_given_back_after_a_failed_read_is_found(monkeypatch):
     kept, normal = [], Reader._ended
 
-    def ended(reader: Reader, entry: Entry, memory: torch.Tensor, move: Move) -> None:
+    def ended(reader, entry, memory, move):
         if move.error is not None:
             kept.append(memory)
         normal(reader, entry, memory, move)
@@ -103,12 +95,10 @@ def test_a_buffer_that_is_not_given_back_after_a_failed_read_is_found(
     kept.clear()
 
 
-def test_a_file_that_stays_open_after_a_failed_allocation_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_that_stays_open_after_a_failed_allocation_is_found(monkeypatch):
     left, normal = [], region.grow
 
-    def grow(fd: int, begin: int, end: int) -> None:
+    def grow(fd, begin, end):
         spare = os.dup(fd)
         try:
             normal(fd, begin, end)

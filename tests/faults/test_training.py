@@ -1,8 +1,5 @@
 """Every fault of the table, made for real: what training sees, and what is left behind."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ _CLOSE_SECONDS = 15.0
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def place(tmp_path):
     """Where loop disks may be made; nothing of them may be left there."""
     reason = why_not()
     if reason is not None:
@@ -31,13 +28,13 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_ends_as_the_table_says(name: str, place: Path) -> None:
+def test_a_fault_ends_as_the_table_says(name, place):
     outcome = FAULTS[name].provoke(place)
     assert FAULTS[name].complaints(outcome) == []
     assert outcome.close_seconds < _CLOSE_SECONDS
 
 
-def test_every_line_of_the_documentation_is_one_of_the_table() -> None:
+def test_every_line_of_the_documentation_is_one_of_the_table():
     text = Path(__file__).parents[2].joinpath("docs", "faults.md").read_text()
     first_table = text.partition("Notes on")[0].partition("\n## ")[0]
     rows = [line for line in first_table.splitlines() if line.startswith("| ")][2:]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _before(version: tuple[int, ...]) -> bool:
+def _before(version):
     return tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < version
 
 
@@ -46,7 +46,7 @@ print(freed_memory.nbytes() >> 20)
 """
 
 
-def _run(**variables: str) -> list[int]:
+def _run(**variables):
     environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
@@ -58,14 +58,14 @@ def _run(**variables: str) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
-def test_memory_that_was_freed_is_there_again_without_page_faults() -> None:
+def test_memory_that_was_freed_is_there_again_without_page_faults():
     returned, kept, *freed = _run()
     assert 2 * kept < returned, "of 32,768 pages"
     assert freed == [0] * 3 or not leaves_gaps(), "gaps do not count"
 
 
 @pytest.mark.skipif(_before((2, 33)), reason="this glibc does not tell")
-def test_freed_memory_is_known_unless_it_was_returned() -> None:
+def test_freed_memory_is_known_unless_it_was_returned():
     _, _, first, returned, again = _run(
         GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
     )
@@ -75,14 +75,12 @@ def test_freed_memory_is_known_unless_it_was_returned() -> None:
 
 
 @pytest.mark.parametrize("variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"])
-def test_settings_of_the_environment_stay_as_they_are(variable: str) -> None:
+def test_settings_of_the_environment_stay_as_they_are(variable):
     _, kept, *_ = _run(**{variable: "131072"})
     assert kept > 16_000
 
 
-def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunables(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     found = {}
     for version in ("glibc 2.35", "glibc 2.41", "musl 1.2", ""):

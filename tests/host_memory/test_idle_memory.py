@@ -1,9 +1,5 @@
 """Idle buffers stay while they make the process no larger than it gets anyway."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ _OTHER = 500 * MiB
 class Process:
     """A process of which the rest, beside what a pool holds, has the size that a test wants."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.pool = BufferPool(512 * MiB)
         self.rest = _OTHER
         self.freed = self.peak = 0
@@ -26,12 +22,12 @@ class Process:
         monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: self.freed)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
 
-    def resident(self) -> int:
+    def resident(self):
         resident = self.rest + self.pool.usage().held_bytes
         self.peak = max(self.peak, resident)
         return resident
 
-    def one_pass(self, forward: int, backward: int, loss: int = 0) -> int:
+    def one_pass(self, forward, backward, loss=0):
         """Forward gets larger and larger, the loss all at once; backward uses buffers.
 
         Returns:
@@ -55,16 +51,16 @@ class Process:
         self.rest = _OTHER
         return self.peak
 
-    def passes(self, count: int, **sizes: int) -> list[int]:
+    def passes(self, count, **sizes):
         """So many passes of the same sizes; their peaks."""
         return [self.one_pass(**sizes) for _ in range(count)]
 
-    def held(self) -> int:
+    def held(self):
         return self.pool.usage().held_bytes
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+def process(monkeypatch):
     made = Process(monkeypatch)
     yield made
     del made.pool
@@ -73,16 +69,14 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 @pytest.mark.parametrize(
     ("forward", "more", "stays"), [(20, 8, 180), (300, 4, 0)], ids=["of backward", "of forward"]
 )
-def test_buffers_stay_where_backward_has_the_peak(
-    process: Process, forward: int, more: int, stays: int
-) -> None:
+def test_buffers_stay_where_backward_has_the_peak(process, forward, more, stays):
     first, *peaks = process.passes(6, forward=forward * MiB, backward=200 * MiB)
     assert max(peaks) <= first + more * MiB
     process.pool.pass_begins()
     assert process.held() >= stays * MiB, "nothing had to be mapped anew"
 
 
-def test_room_is_left_for_what_is_made_while_nobody_looks(process: Process) -> None:
+def test_room_is_left_for_what_is_made_while_nobody_looks(process):
     sizes = {"forward": 50 * MiB, "backward": 200 * MiB, "loss": 150 * MiB}
     first, *peaks = process.passes(6, **sizes)
     assert max(peaks) <= first + 20 * MiB  # a buffer that fits into no gap
@@ -93,7 +87,7 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(process: Process) -> N
     assert process.held() >= 150 * MiB
 
 
-def test_a_pass_that_was_large_once_is_forgotten(process: Process) -> None:
+def test_a_pass_that_was_large_once_is_forgotten(process):
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     peaks = process.passes(12, forward=20 * MiB, backward=100 * MiB)
     assert peaks[-1] <= _OTHER + 120 * MiB
@@ -102,7 +96,7 @@ def test_a_pass_that_was_large_once_is_forgotten(process: Process) -> None:
 
 
 @pytest.mark.parametrize("passes", [0, 3])
-def test_what_is_lent_between_two_looks_was_needed(process: Process, passes: int) -> None:
+def test_what_is_lent_between_two_looks_was_needed(process, passes):
     """Also if the passes before needed less."""
     process.passes(passes, forward=20 * MiB, backward=40 * MiB)
     for _ in range(2):
@@ -113,7 +107,7 @@ def test_what_is_lent_between_two_looks_was_needed(process: Process, passes: int
         assert process.held() >= 200 * MiB
 
 
-def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch):
     sizes = {"forward": 300 * MiB, "backward": 200 * MiB}
     peaks, held = [], []
     for beyond in (0, 24 * MiB):
@@ -129,7 +123,7 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.Mon
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
 
 
-def test_told_twice_it_is_one_pass(process: Process) -> None:
+def test_told_twice_it_is_one_pass(process):
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
         process.pool.pass_begins()
@@ -138,7 +132,7 @@ def test_told_twice_it_is_one_pass(process: Process) -> None:
     assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
 
 
-def test_before_the_first_pass_nothing_is_known(process: Process) -> None:
+def test_before_the_first_pass_nothing_is_known(process):
     acquire(process.pool, 20 * MiB)
     process.pool.look(acquires=True)
     assert process.held() == 20 * MiB
@@ -149,9 +143,7 @@ def test_before_the_first_pass_nothing_is_known(process: Process) -> None:
     assert process.held() == 0, "what was lent before counts for nothing"
 
 
-def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_go_before_each_pass_where_the_system_does_not_tell(process, monkeypatch):
     monkeypatch.setattr(idle, "resident_bytes", lambda: None)
     acquire(process.pool, 20 * MiB)
     process.pool.look()
@@ -161,7 +153,7 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
     assert process.held() == 0
 
 
-def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process: Process) -> None:
+def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process):
     process.pool.pass_begins()
     assert process.pool.may_wait(_OTHER // 5 - MiB)
     assert not process.pool.may_wait(_OTHER // 5 + MiB)
@@ -178,7 +170,7 @@ def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process: Process
     assert process.pool.may_wait(119 * MiB)
 
 
-def test_what_waits_stays_below_the_limit_of_the_process(process: Process) -> None:
+def test_what_waits_stays_below_the_limit_of_the_process(process):
     process.pool.limit_process(lambda: _OTHER * 4 // 3 + MiB)
     process.pool.pass_begins()
     assert process.pool.may_wait(0)
@@ -189,7 +181,7 @@ def test_what_waits_stays_below_the_limit_of_the_process(process: Process) -> No
     assert not process.pool.may_wait(0), "the process is as large as it may be"
 
 
-def test_idle_memory_stays_beside_what_waits(process: Process) -> None:
+def test_idle_memory_stays_beside_what_waits(process):
     process.passes(3, forward=300 * MiB, backward=200 * MiB)
     process.pool.pass_begins()
     process.rest = _OTHER + 300 * MiB

@@ -1,7 +1,5 @@
 """Host buffers: any size within a budget, from one stretch of memory if they are large."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os
@@ -29,13 +27,13 @@ needs_arena = pytest.mark.skipif(
 )
 
 
-def acquire(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:
+def acquire(pool, nbytes, **options):
     buffer = pool.acquire(nbytes, **options)
     assert buffer is not None
     return buffer
 
 
-def mapped(address: int) -> bool:
+def mapped(address):
     """Whether the system has memory at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = (int(part, 16) for part in line.split(" ")[0].split("-"))
@@ -45,7 +43,7 @@ def mapped(address: int) -> bool:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 4095, 4096, 4097, 3 * MiB + 5])
-def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes: int) -> None:
+def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes):
     pool = BufferPool(64 * MiB)
     buffer = acquire(pool, nbytes)
     assert buffer.dtype is torch.uint8
@@ -79,7 +77,7 @@ ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("kind", ALIASES)
-def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
+def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind):
     pool = BufferPool(64 * MiB)
     buffer = acquire(pool, 8 * KiB)
     address = buffer.data_ptr()
@@ -93,7 +91,7 @@ def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
     assert acquire(pool, 8 * KiB).data_ptr() == address
 
 
-def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
+def test_an_idle_buffer_that_is_a_little_larger_serves():
     pool = BufferPool(1 * MiB)
     larger = acquire(pool, 17 * PAGE_BYTES)
     much_larger = acquire(pool, 19 * PAGE_BYTES)
@@ -111,15 +109,15 @@ def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
     assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
 
 
-def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
+def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked():
     pool = BufferPool(64 * MiB)
 
     class Cycle:
-        def __init__(self) -> None:
+        def __init__(self):
             self.me = self
             self.buffer = acquire(pool, 4 * KiB)
 
-    def collect_inside() -> None:
+    def collect_inside():
         Cycle()
         with pool._lock:
             gc.collect()
@@ -134,13 +132,13 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
 )
 @pytest.mark.parametrize("nbytes", [512 * KiB, 4 * MiB], ids=["mappings", "arena"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes: int) -> None:
+def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes):
     pool = BufferPool(64 * MiB)
     acquired = [acquire(pool, nbytes).fill_(5) for _ in range(4)]
     addresses = [buffer.data_ptr() for buffer in acquired]
     acquired.pop()  # one of them is idle
 
-    def child() -> bool:
+    def child():
         unseen = not any(mapped(address) for address in addresses)
         # The child's own memory takes the addresses over; unmapping would hit that.
         own = [mmap.mmap(-1, 1 * MiB) for _ in range(64)]
@@ -163,14 +161,12 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes: int)
 
 
 @pytest.mark.parametrize("size", [256 * KiB, 2 * MiB], ids=["mappings", "arena"])
-def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(monkeypatch, size):
     # The default of an argument would not see a new limit.
     monkeypatch.setattr(pool_module, "IDLE_BYTES", 2 * MiB)
     pool = BufferPool(1 << 40 if size < MiB else 64 * MiB)
 
-    def idle_after_use() -> int:
+    def idle_after_use():
         acquired = [acquire(pool, size) for _ in range(16 * MiB // size)]
         assert pool.usage().held_bytes == 16 * MiB
         del acquired
@@ -188,12 +184,12 @@ def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(
 
 
 # ---------------------------------------------------------------------- the arena
-def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+def _places(tensors):
     return sorted((t.data_ptr(), t.data_ptr() + round_up(t.numel(), PAGE_BYTES)) for t in tensors)
 
 
 @needs_arena
-def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again() -> None:
+def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again():
     pool = BufferPool(256 * MiB)
     acquired = acquire(pool, 5 * MiB)
     assert pool.usage().held_bytes == 6 * MiB
@@ -219,7 +215,7 @@ def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again() -> None:
 
 
 @needs_arena
-def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
+def test_idle_memory_elsewhere_makes_room_within_the_budget():
     pool = BufferPool(16 * MiB)
     low, middle, high = (acquire(pool, size * MiB).fill_(7) for size in (6, 4, 6))
     del low, high
@@ -242,7 +238,7 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
         max_size=60,
     )
 )
-def test_memory_never_overlaps_and_figures_hold(budget: int, steps: list[tuple[str, int]]) -> None:
+def test_memory_never_overlaps_and_figures_hold(budget, steps):
     pool, small = BufferPool(budget), budget < MiB
     acquired: list[tuple[torch.Tensor, int]] = []
     for serial, (action, amount) in enumerate(steps):
@@ -291,14 +287,12 @@ def test_memory_never_overlaps_and_figures_hold(budget: int, steps: list[tuple[s
 
 @needs_arena
 @pytest.mark.parametrize("why", ["the system", "no addresses"])
-def test_without_an_arena_buffers_are_mapped_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_without_an_arena_buffers_are_mapped_one_by_one(monkeypatch, why):
     if why == "the system":
         monkeypatch.setattr(pool_module, "can_be_used", lambda: False)
     else:
 
-        def refuse(self: Arena, budget: int) -> None:
+        def refuse(self, budget):
             raise OffloadError("could not map 64 MiB of host memory")
 
         monkeypatch.setattr(Arena, "__init__", refuse)
@@ -315,7 +309,7 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(
 
 @needs_arena
 @pytest.mark.parametrize("end", ["closed", "forgotten"])
-def test_a_pool_that_ends_leaves_its_loans_their_memory(end: str) -> None:
+def test_a_pool_that_ends_leaves_its_loans_their_memory(end):
     pool = BufferPool(64 * MiB)
     acquired = [acquire(pool, 4 * MiB).fill_(number) for number in range(4)]
     places = [acquired.pop(0).data_ptr(), acquired[0].data_ptr()]  # idle, in use

@@ -1,13 +1,8 @@
 """Fixtures of the tests of integrations and callbacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,7 @@ from tests.integrations.support import OFFLOAD_ALL, OURS
 
 
 @pytest.fixture(autouse=True)
-def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tier(tmp_path, monkeypatch):
     """The directory of the default tier, in which nothing may remain, with a config to match."""
     path = tmp_path / "tier"
     path.mkdir()
@@ -27,14 +22,14 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
+def _fresh_accelerate():
     yield
     if runs := sys.modules.get("tests.integrations.accelerate_runs"):
         runs.forget_accelerator()
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """The working directory of launches, with a clean environment."""
     monkeypatch.chdir(tmp_path)
     for name in os.environ:
@@ -45,12 +40,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+def hints(monkeypatch):
     """The hints that engines are given."""
     given: list[tuple[int, bool]] = []
     original = OffloadEngine.microbatch
 
-    def microbatch(self: OffloadEngine, index: int, *, last: bool) -> None:
+    def microbatch(self, index, *, last):
         given.append((index, last))
         original(self, index, last=last)
 
@@ -59,7 +54,7 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 @pytest.fixture
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     """An install of Lightning: the first one, or what a test asks for with `in_both_installs`."""
     name: str = getattr(request, "param", FAMILIES[0])
     pytest.importorskip(name)
@@ -67,6 +62,6 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pl(family: str) -> Any:
+def pl(family):
     """One of the two installs of Lightning."""
     return pytest.importorskip(family)

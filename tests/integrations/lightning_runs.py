@@ -5,8 +5,6 @@ returns all that a user can see of it: losses, parameters, what was logged, what
 Nothing of it may depend on times or on paths. `test_lightning_features` has them all.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import warnings
@@ -110,7 +108,7 @@ class Behaviour:
         self.validation_losses.append(self.loss(batch).item())
         self.log("val_loss", self.validation_losses[-1])
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("test_loss", self.loss(batch))
         self.log("inference", float(torch.is_inference_mode_enabled()))
 

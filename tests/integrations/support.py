@@ -1,7 +1,5 @@
 """What the tests of the integrations share: fresh processes, a tiny model, and its data."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The engine inside `Accelerator.prepare`, against the same loop without, to the last bit."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from pathlib import Path
@@ -18,7 +16,7 @@ from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloa
 from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.distributed.data_parallel_runs import same
-from tests.integrations.accelerate_runs import Run, forget_accelerator, prepare, with_and_without
+from tests.integrations.accelerate_runs import forget_accelerator, prepare, with_and_without
 from tests.integrations.lightning_runs import assert_equal, assert_same, tiny_model
 from tests.integrations.support import tensorboard_scalars
 from tests.training import moved
@@ -27,13 +25,13 @@ EAGER: dict[str, Any] = {"optimizer": {"overlap": "eager"}}
 Plugin = SSDOffloadPlugin | None
 
 
-def offloading() -> Accelerator:
+def offloading():
     """An `Accelerator` with the plugin."""
     return Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
 
 
-def test_accumulation_clipping_and_a_scheduler_are_identical(hints: list[tuple[int, bool]]) -> None:
-    def train(plugin: Plugin) -> Run:
+def test_accumulation_clipping_and_a_scheduler_are_identical(hints):
+    def train(plugin):
         return prepare(plugin, gradient_accumulation_steps=4).train(9, clip=1.0)
 
     engine = with_and_without(train).engine
@@ -44,14 +42,14 @@ def test_accumulation_clipping_and_a_scheduler_are_identical(hints: list[tuple[i
     assert hints == [(0, False), *3 * [*group, *group, (0, False), (1, True)]]
 
 
-def test_eager_updates_are_identical_and_clipping_is_refused_in_the_first_step() -> None:
+def test_eager_updates_are_identical_and_clipping_is_refused_in_the_first_step():
     with_and_without(lambda it: prepare(it, gradient_accumulation_steps=4).train(9), EAGER)
     with pytest.raises(OffloadError, match=r"overlap: commit"):
         prepare(SSDOffloadPlugin(EAGER)).train(1, clip=1.0)
 
 
-def test_accumulation_by_hand_is_identical() -> None:
-    def train(plugin: Plugin) -> Run:
+def test_accumulation_by_hand_is_identical():
+    def train(plugin):
         run = prepare(plugin)
         for index, (x, y) in enumerate([*run.loader, *run.loader]):
             loss = nn.functional.mse_loss(run.model(x), y) / 4
@@ -65,7 +63,7 @@ def test_accumulation_by_hand_is_identical() -> None:
     with_and_without(train)
 
 
-def test_each_model_and_optimizer_is_attached_once_and_what_is_not_trained_never() -> None:
+def test_each_model_and_optimizer_is_attached_once_and_what_is_not_trained_never():
     run = prepare(SSDOffloadPlugin())
     wrapped = run.optimizer.optimizer
     assert isinstance(wrapped, OffloadedOptimizer)
@@ -86,7 +84,7 @@ def test_each_model_and_optimizer_is_attached_once_and_what_is_not_trained_never
         assert accelerator.prepare(optimizer).optimizer is optimizer
 
 
-def test_each_scheduler_waits_for_its_own_optimizer() -> None:
+def test_each_scheduler_waits_for_its_own_optimizer():
     inner = [torch.optim.AdamW(tiny_model().parameters()) for _ in range(2)]
     schedules = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in inner]
     prepared = offloading().prepare(*inner, *schedules)
@@ -94,9 +92,7 @@ def test_each_scheduler_waits_for_its_own_optimizer() -> None:
         assert schedule.optimizers == [optimizer]
 
 
-def test_without_a_plugin_or_the_variable_nothing_is_attached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_plugin_or_the_variable_nothing_is_attached(monkeypatch):
     # $SSD_OFFLOAD_CONFIG is set in every test here: a default, and not a decision.
     run = prepare()
     assert session_of(run.accelerator) is None
@@ -120,7 +116,7 @@ def test_without_a_plugin_or_the_variable_nothing_is_attached(
     assert session_of(accelerator) is not None
 
 
-def test_what_is_wrong_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_refused_at_once(monkeypatch):
     with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
         SSDOffloadPlugin({"optimzer": {}})
     with pytest.raises(ConfigError, match="more than one SSDOffloadPlugin"):
@@ -137,14 +133,14 @@ def test_what_is_wrong_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(scope="module")
-def ten_steps() -> Run:
+def ten_steps():
     """What ten steps without offload come to."""
     run = prepare().train(10)
     forget_accelerator()
     return run
 
 
-def test_a_pickled_accelerator_offloads_too(ten_steps: Run) -> None:
+def test_a_pickled_accelerator_offloads_too(ten_steps):
     original = prepare(SSDOffloadPlugin(metrics_every=3))
     original.accelerator._optimizers.clear()  # these say that they cannot be pickled
     original.accelerator._schedulers.clear()
@@ -153,7 +149,7 @@ def test_a_pickled_accelerator_offloads_too(ten_steps: Run) -> None:
     assert_same(run, ten_steps)
 
 
-def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another(ten_steps: Run) -> None:
+def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another(ten_steps):
     run = prepare(SSDOffloadPlugin()).train(3)
     engine = run.engine
     with pytest.raises(ConfigError) as caught:
@@ -170,7 +166,7 @@ def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another(ten_ste
     assert_same(again, ten_steps)
 
 
-def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:
+def test_free_memory_closes_the_engine_once_the_script_has_let_go():
     run = prepare(SSDOffloadPlugin()).train(3)
     accelerator, engine = run.accelerator, run.engine
     model, optimizer, scheduler = run.model, run.optimizer, run.scheduler
@@ -180,8 +176,8 @@ def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:
 
 
 @pytest.mark.parametrize("order", ["together", "model first", "optimizer first"])
-def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order: str) -> None:
-    def train(plugin: Plugin) -> Run:
+def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order):
+    def train(plugin):
         run = prepare(plugin).train(5)
         run.accelerator.free_memory()
         fresh = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
@@ -198,16 +194,16 @@ def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order:
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def streamed(monkeypatch):
     """Names of the files that were saved through ours, and mapped when they were loaded."""
     names: list[str] = []
     save, load = offload_strategy.checkpoints.save, torch.load
 
-    def note_save(obj: Any, path: Path) -> None:
+    def note_save(obj, path):
         names.append(f"saved {Path(path).name}")
         save(obj, path)
 
-    def note_load(f: Any, *args: Any, **options: Any) -> Any:
+    def note_load(f, *args, **options):
         names.extend([f"mapped {Path(f).name}"] if options.get("mmap") else [])
         return load(f, *args, **options)
 
@@ -217,8 +213,8 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_checkpoints_are_streamed_in_accelerates_own_files_and_resume_with_and_without_offload(
-    tmp_path: Path, streamed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, streamed, monkeypatch
+):
     # A tiny model's tensors stay in the file as those of a large one do.
     monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
     threads = set(threading.enumerate())
@@ -247,7 +243,7 @@ def test_checkpoints_are_streamed_in_accelerates_own_files_and_resume_with_and_w
     assert streamed == ["saved optimizer.bin", "mapped optimizer.bin"]
 
 
-def test_other_files_are_left_to_accelerate(tmp_path: Path, streamed: list[str]) -> None:
+def test_other_files_are_left_to_accelerate(tmp_path, streamed):
     run = prepare(SSDOffloadPlugin({"optimizer": {"enabled": False}})).train(3)
     run.accelerator.save_state(str(tmp_path / "state"))
     run.accelerator.load_state(str(tmp_path / "state"))
@@ -270,9 +266,7 @@ WRITTEN = "offload/activations/written_bytes"
     ],
     ids=["every five steps", "the last at the end of training", "off", "plain"],
 )
-def test_metrics_ride_on_the_scripts_own_logging(
-    tmp_path: Path, plugin: dict[str, int] | None, every: int, steps: list[int]
-) -> None:
+def test_metrics_ride_on_the_scripts_own_logging(tmp_path, plugin, every, steps):
     options = {"log_with": "tensorboard", "project_dir": str(tmp_path)}
     run = prepare(None if plugin is None else SSDOffloadPlugin(**plugin), **options)
     run.accelerator.init_trackers("run")

@@ -1,14 +1,10 @@
 """`import torch` in fresh processes: hooks register in every order and never break an import."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -80,14 +76,14 @@ print(registered())
 """
 
 
-def printed(home: Path, code: str, *options: str, **variables: str) -> list[str]:
+def printed(home, code, *options, **variables):
     """What a fresh process prints, whose hooks all work."""
     result = python(*options, "-c", REGISTERED + code, home=home, variables=variables)
     assert "steps aside" not in result.stderr
     return succeeded(result).splitlines()
 
 
-def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path: Path) -> None:
+def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path):
     ours, heavy, other, registered = printed(tmp_path, TORCH_FIRST)[-4:]
     assert ours == "['offload_strategy', 'offload_strategy.autoload']"
     assert heavy == "[]"
@@ -96,19 +92,19 @@ def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("first", OTHERS_FIRST)
-def test_every_import_order_registers_everything(first: str, tmp_path: Path) -> None:
+def test_every_import_order_registers_everything(first, tmp_path):
     code = f"{OTHERS_FIRST[first]}\nprint(registered())"
     lines = printed(tmp_path, code, "-W", "error::RuntimeWarning")
     assert lines[-1] == str([True] * 5)
 
 
-def test_hooks_are_switched_off_by_the_variable_and_reach_loaded_modules(tmp_path: Path) -> None:
+def test_hooks_are_switched_off_by_the_variable_and_reach_loaded_modules(tmp_path):
     lines = printed(tmp_path, OFF_AND_LATE, SSD_OFFLOAD_DISABLE="1")
     assert lines[-2:] == [str([False] * 5), str([True] * 5)]
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def modules(tmp_path, monkeypatch):
     """A folder of modules to import, of an autoload that has not warned yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(autoload, "_warned", False)
@@ -127,9 +123,7 @@ complete = True
 """
 
 
-def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(
-    modules: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(modules, monkeypatch):
     seen: list[bool] = []
     monkeypatch.setattr(autoload, "asked", [], raising=False)
     monkeypatch.setattr(autoload, "saw", lambda module: seen.append(module.complete), raising=False)
@@ -141,7 +135,7 @@ def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(
     assert type(module.__spec__).__name__ == "ModuleSpec"
 
 
-def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules: Path) -> None:
+def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules):
     seen: list[ModuleType] = []
     hooks = {
         "innocent_module_0": partial(autoload._install, "no_such_module", None),
@@ -163,9 +157,7 @@ def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules: Path
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("wrapt", [None, ModuleType("wrapt")], ids=["missing", "unknown"])
 @pytest.mark.parametrize("action", ["default", "error"])
-def test_a_broken_wrapt_is_said_once_and_raises_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], wrapt: Any, action: Any
-) -> None:
+def test_a_broken_wrapt_is_said_once_and_raises_nothing(monkeypatch, capfd, wrapt, action):
     monkeypatch.setattr(autoload, "_registered", False)
     monkeypatch.setitem(sys.modules, "wrapt", wrapt)
     with warnings.catch_warnings(record=action == "default") as caught:

@@ -5,8 +5,6 @@ way to train, every pair of values occurs in some row. What is refused is run by
 first values of everything else.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import tempfile
@@ -78,12 +76,12 @@ class Combination:
     client: str
 
     @property
-    def training(self) -> Combination:
+    def training(self):
         """What training without offload depends on; the client only by what is compiled."""
         return self if self.compiles_blocks else replace(self, client="")
 
     @property
-    def compiles_blocks(self) -> bool:
+    def compiles_blocks(self):
         """Whether each block is compiled, and not the model.
 
         Blocks that are streamed would break the model's graph, and graphs that are cut elsewhere
@@ -91,7 +89,7 @@ class Combination:
         """
         return self.compile != "no" and self.client == STREAMED
 
-    def pairs(self) -> set[frozenset[tuple[str, str]]]:
+    def pairs(self):
         """Every two values of it, with their axes."""
         return {frozenset(pair) for pair in itertools.combinations(asdict(self).items(), 2)}
 
@@ -135,7 +133,7 @@ class Way:
     precisions: Sequence[str] = AXES["precision"]
 
 
-def documented(name: str) -> dict[Combination, str]:
+def documented(name):
     """The combinations of a way with their verdicts, from its table."""
     section = DOCUMENT.read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
@@ -144,7 +142,7 @@ def documented(name: str) -> dict[Combination, str]:
     return {Combination(*values): verdict for *values, verdict in rows}
 
 
-def untried_pairs(name: str, way: Way) -> set[frozenset[tuple[str, str]]]:
+def untried_pairs(name, way):
     """Pairs of values that are in no row, and are not refused; what is refused has no others."""
     identical = [one for one, verdict in documented(name).items() if verdict == "identical"]
     axes = {**AXES, "precision": way.precisions}
@@ -155,7 +153,7 @@ def untried_pairs(name: str, way: Way) -> set[frozenset[tuple[str, str]]]:
     return {pair for pair in pairs if not any(values <= pair for values in refused)}
 
 
-def verdicts(name: str, way: Way, directory: Path) -> dict[Combination, str]:
+def verdicts(name, way, directory):
     """Train every combination of a way with offload and without.
 
     The verdict is "identical", "refused: why", or what else was found.
@@ -187,19 +185,19 @@ def verdicts(name: str, way: Way, directory: Path) -> dict[Combination, str]:
     return found
 
 
-def _refused(error: OffloadError, way: Way) -> str:
+def _refused(error, way):
     said = f"{type(error).__name__}: {error}"
     matching = (text for text, it in way.refusals.items() if re.search(it.error, said, re.DOTALL))
     return next((f"refused: {summary}" for summary in matching), f"fails: {said}")
 
 
-def config(directory: Path, client: str) -> dict[str, Any]:
+def config(directory, client):
     sections = settings(directory, **CLIENTS[client])
     sections["activations"]["min_size"] = "1KiB"  # smaller tensors stay
     return sections
 
 
-def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
+def moved_bytes(engine):
     """Bytes that left by part of the engine."""
     metrics = engine.metrics()
     return {part: left_bytes(metrics, part) for part in ("activations", "optimizer", "parameters")}
@@ -208,7 +206,7 @@ def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
 class Model(nn.Module):
     """A tiny GPT with tied embeddings and dropout, whose output is its loss."""
 
-    def __init__(self, checkpointing: str) -> None:
+    def __init__(self, checkpointing):
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -216,7 +214,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             if self.checkpointing == "none":
@@ -227,22 +225,20 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def make_model(combination: Combination) -> Model:
+def make_model(combination):
     """Always the same weights."""
     torch.manual_seed(0)
     model = Model(combination.checkpointing)
     return model.to(torch.bfloat16) if combination.precision == "bf16-true" else model
 
 
-def batches(rank: int = 0) -> torch.Tensor:
+def batches(rank=0):
     """A batch of tokens for each step."""
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randint(0, VOCABULARY, (STEPS, BATCH, LENGTH), generator=generator)
 
 
-def plain_loop(
-    combination: Combination, sections: Config, model: nn.Module, rank: int = 0
-) -> Outcome:
+def plain_loop(combination, sections, model, rank=0):
     """Train a model, which may be wrapped or sharded, in a loop of one's own."""
     low = {"bf16-mixed": torch.bfloat16, SCALED: torch.float16}.get(combination.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -266,7 +262,7 @@ def plain_loop(
     return Outcome(losses, weights_of(model), moved)
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(model):
     """Copies of the weights by name; shards are brought together."""
     return {
         name: getattr(parameter, "full_tensor", parameter.clone)().detach()
@@ -274,7 +270,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def compiled(model: nn.Module, combination: Combination) -> Any:
+def compiled(model, combination):
     """The model, compiled if it is to be."""
     if combination.compiles_blocks:
         for block in model.blocks:
@@ -283,11 +279,11 @@ def compiled(model: nn.Module, combination: Combination) -> Any:
     return model if combination.compile == "no" else torch.compile(model, backend="aot_eager")
 
 
-def _loop(combination: Combination, sections: Config) -> Outcome:
+def _loop(combination, sections):
     return plain_loop(combination, sections, compiled(make_model(combination), combination))
 
 
-def _lightning(combination: Combination, sections: Config) -> Outcome:
+def _lightning(combination, sections):
     strategy = "auto" if sections is None else strategy_class(FAMILIES[0])(config=sections)
     options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
@@ -305,7 +301,7 @@ def _lightning(combination: Combination, sections: Config) -> Outcome:
     return Outcome(module.losses, weights_of(module), moved)
 
 
-def _accelerate(combination: Combination, sections: Config) -> Outcome:
+def _accelerate(combination, sections):
     forget_accelerator()
     accelerator = Accelerator(
         cpu=True,
@@ -348,12 +344,12 @@ IN_ONE_PROCESS = {
 }
 
 
-def _data_parallel(rank: int, combination: Combination, sections: Config) -> Outcome:
+def _data_parallel(rank, combination, sections):
     model = nn.parallel.DistributedDataParallel(make_model(combination))
     return plain_loop(combination, sections, compiled(model, combination), rank)
 
 
-def _sharded(rank: int, combination: Combination, sections: Config) -> Outcome:
+def _sharded(rank, combination, sections):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -372,7 +368,7 @@ def _sharded(rank: int, combination: Combination, sections: Config) -> Outcome:
     return plain_loop(replace(combination, precision="32"), sections, model, rank)
 
 
-def ways_of_ranks(rank: int = 0) -> dict[str, Way]:
+def ways_of_ranks(rank=0):
     """The ways of several processes, by name, for one of them."""
     return {
         "DistributedDataParallel, two ranks": Way(partial(_data_parallel, rank), REFUSED_IN_RANKS),
@@ -380,7 +376,7 @@ def ways_of_ranks(rank: int = 0) -> dict[str, Way]:
     }
 
 
-def in_ranks(rank: int, directory: Path) -> dict[str, list[str]]:
+def in_ranks(rank, directory):
     """What each rank does, for `run_ranks`: the verdicts of its ways, in order."""
     ways = ways_of_ranks(rank)
     return {name: list(verdicts(name, way, directory).values()) for name, way in ways.items()}
@@ -391,19 +387,19 @@ WAYS = {**IN_ONE_PROCESS, **ways_of_ranks()}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_in_one_process(name: str, tmp_path: Path) -> None:
+def test_in_one_process(name, tmp_path):
     assert verdicts(name, IN_ONE_PROCESS[name], tmp_path) == documented(name)
 
 
 @pytest.mark.slow
-def test_in_two_ranks(tmp_path: Path) -> None:
+def test_in_two_ranks(tmp_path):
     expected = {name: list(documented(name).values()) for name in ways_of_ranks()}
     found = run_ranks("tests.integrations.test_combinations:in_ranks", tmp_path)
     assert found == [expected, expected]
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_pair_of_values_and_every_refusal_is_in_the_document(name: str) -> None:
+def test_every_pair_of_values_and_every_refusal_is_in_the_document(name):
     assert untried_pairs(name, WAYS[name]) == set()
     told = set(documented(name).values()) - {"identical"}
     assert told == {f"refused: {summary}" for summary in WAYS[name].refusals}

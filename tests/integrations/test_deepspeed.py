@@ -3,14 +3,11 @@
 Each run, in ranks that are forked, has its losses, a hash of its weights, and what moved.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +59,7 @@ OFFLOAD: dict[str, Any] = {
 }
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage):
     """DeepSpeed's config; with ZeRO-3, small parameters are taken apart as well."""
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 100_000}
     if stage == 3:
@@ -70,7 +67,7 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
 
 
-def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
+def alone(stage, loader):
     """DeepSpeed itself, with a loop of one's own."""
     model, optimizer = fresh()
     config = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
@@ -81,7 +78,7 @@ def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
     return result
 
 
-def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
+def lightning(family, stage, devices=1):
     """The same through `Trainer(strategy=...)` of an install."""
     pl = importlib.import_module(family)
     ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
@@ -96,7 +93,7 @@ def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
     return result
 
 
-def accelerate(stage: int, directory: Path) -> dict[str, Any]:
+def accelerate(stage, directory):
     """The same through `Accelerator.prepare`.
 
     Unless `accelerate launch` has put everything into the environment, it is given the plugins.
@@ -129,24 +126,19 @@ def accelerate(stage: int, directory: Path) -> dict[str, Any]:
     return result
 
 
-def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
+def part_of_data(rank, ranks):
     whole: Any = batches(2 * STEPS, BATCH).dataset
     return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
 
 
-def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+def fresh():
     """The model and its optimizer, always the same."""
     torch.manual_seed(0)
     model = tiny_model()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(
-    model: nn.Module,
-    loader: Iterable[Any],
-    backward: Callable[[torch.Tensor], Any],
-    *steps: Callable[[], Any],
-) -> Iterator[float]:
+def train(model, loader, backward, *steps):
     """Yield the loss of each step."""
     for x, y in islice(loader, STEPS):
         loss = nn.functional.mse_loss(model(x), y)
@@ -156,9 +148,7 @@ def train(
         yield loss.item()
 
 
-def outcome(
-    losses: list[float], model: nn.Module, metrics: dict[str, float] | None = None
-) -> dict[str, Any]:
+def outcome(losses, model, metrics=None):
     digest = hashlib.sha256()
     parameters = list(model.parameters())
     apart = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
@@ -173,7 +163,7 @@ def outcome(
     }
 
 
-def one_device(rank: int, directory: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+def one_device(rank, directory, variables):
     """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
     os.chdir(directory)
     results: dict[str, Any] = {}
@@ -189,14 +179,14 @@ def one_device(rank: int, directory: Path, variables: Mapping[str, str]) -> dict
     return results
 
 
-def two_devices(rank: int, directory: Path) -> dict[str, Any]:
+def two_devices(rank, directory):
     """ZeRO-3 through Lightning; then alone in the same two processes."""
     os.chdir(directory)
     ours = lightning("lightning.pytorch", 3, devices=2)
     return {"ours": ours, "alone": alone(3, part_of_data(rank, 2))}
 
 
-def launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def launched_with(home, monkeypatch):
     """The variables that `accelerate launch` gives to a script, with both sections in its file."""
     config = {**zero(2), "train_micro_batch_size_per_gpu": BATCH}
     (home / "zero.json").write_text(json.dumps(config))
@@ -214,7 +204,7 @@ def launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     return {name: value for name, value in given.items() if name.startswith(OURS)}
 
 
-def check(ours: dict[str, Any], alone: dict[str, Any]) -> None:
+def check(ours, alone):
     """The numbers are the same in each of the steps, and all that was saved has left."""
     assert len(set(alone["losses"])) == STEPS
     assert ours["losses"] == alone["losses"]
@@ -223,7 +213,7 @@ def check(ours: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_numbers_are_those_of_deepspeed_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
     variables = launched_with(home, monkeypatch)
     where = "tests.integrations.test_deepspeed:one_device"
     (results,) = run_ranks(where, home, size=1, variables=variables)
@@ -249,7 +239,7 @@ def test_numbers_are_those_of_deepspeed_alone(home: Path, monkeypatch: pytest.Mo
         assert {step for step, _ in scalars["loss"]} == set(range(STEPS))
 
 
-def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> None:
+def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path):
     results = run_ranks("tests.integrations.test_deepspeed:two_devices", tmp_path)
     for result in results:
         check(result["ours"], result["alone"])
@@ -258,17 +248,17 @@ def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> Non
     assert first["weights"] == second["weights"]
 
 
-def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
+def test_a_saved_weight_is_found_where_it_is_gathered_next():
     """The weight is taken apart and gathered as DeepSpeed does it."""
     module = nn.Linear(4, 3, bias=False)
     weight: Any = module.weight
     weight.ds_id = 0
     values = weight.detach().clone()
 
-    def gather() -> None:
+    def gather():
         weight.data, weight.ds_status = values.clone(), SimpleNamespace(name="AVAILABLE")
 
-    def part() -> None:
+    def part():
         weight.data, weight.ds_status = torch.empty(0), SimpleNamespace(name="NOT_AVAILABLE")
 
     weight.all_gather, weight.partition = mock.Mock(side_effect=gather), part
@@ -294,16 +284,16 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     assert not module._forward_pre_hooks
 
 
-def config(tmp_path: Path, **sections: Any) -> OffloadConfig:
+def config(tmp_path, **sections):
     tiers = [{"name": "nvme", "kind": "ssd", "path": str(tmp_path / "nvme")}]
     return OffloadConfig(**{"tiers": tiers, **sections})
 
 
-def zero_section(stage: int = 3, **options: Any) -> dict[str, Any]:
+def zero_section(stage=3, **options):
     return {"zero_optimization": {"stage": stage, **options}}
 
 
-def merged(theirs: dict[str, Any], sections: dict[str, Any]) -> Any:
+def merged(theirs, sections):
     """Put sections into a config, and return it as DeepSpeed's own classes read it.
 
     They raise for what they do not know.
@@ -315,7 +305,7 @@ def merged(theirs: dict[str, Any], sections: dict[str, Any]) -> Any:
         return DeepSpeedConfig({"train_batch_size": 1, **theirs})
 
 
-def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> None:
+def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     on = {"enabled": True}
     ours = config(tmp_path, optimizer=on, parameters=on, io={"threads": 2})
     theirs = zero_section()
@@ -360,9 +350,7 @@ BELOW_3 = range(3)
     ],
     ids=str,
 )
-def test_what_is_missing_and_wished_for_is_derived(
-    tmp_path: Path, theirs: dict[str, Any], sections: Any, devices: list[str]
-) -> None:
+def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, devices):
     ours = OffloadConfig() if sections is None else config(tmp_path, **sections)
     derived = derived_sections(theirs, ours)
     zero = derived.get("zero_optimization", {})
@@ -387,14 +375,12 @@ def test_what_is_missing_and_wished_for_is_derived(
     ],
     ids=str,
 )
-def test_what_contradicts_or_cannot_be_had_is_refused(
-    tmp_path: Path, theirs: dict[str, Any], sections: dict[str, Any], says: str
-) -> None:
+def test_what_contradicts_or_cannot_be_had_is_refused(tmp_path, theirs, sections, says):
     with pytest.raises(ConfigError, match=says):
         derived_sections(theirs, config(tmp_path, **sections))
 
 
-def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvme_without_its_io_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
     with pytest.raises(ConfigError, match="here: there is no C\\+\\+ compiler") as caught:
         check_nvme(derived_sections(zero_section(), config(tmp_path)))
@@ -404,14 +390,14 @@ def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 @in_both_installs
 @pytest.mark.parametrize("stage", [None, *STAGES])
-def test_the_strategy_is_found_by_name(pl: Any, family: str, stage: int | None) -> None:
+def test_the_strategy_is_found_by_name(pl, family, stage):
     suffix = "" if stage is None else f"_stage_{stage}"
     trainer = pl.Trainer(strategy=f"ssd_offload_deepspeed{suffix}", accelerator="cpu", logger=False)
     assert trainer.strategy.config["zero_optimization"]["stage"] == (stage or 2)
     assert type(trainer.strategy).__name__ == "SSDOffloadDeepSpeedStrategy"
 
 
-def test_the_strategy_derives_over_lightnings_defaults(family: str, tmp_path: Path) -> None:
+def test_the_strategy_derives_over_lightnings_defaults(family, tmp_path):
     ours = config(tmp_path, optimizer={"enabled": True})
     ours_of = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     derived = ours_of(ours, stage=3).config

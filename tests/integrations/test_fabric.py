@@ -1,11 +1,7 @@
 """`Fabric(strategy="ssd_offload")` against the same Fabric without, to the last bit."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +24,12 @@ EAGER: dict[str, Any] = {**OFFLOAD_ALL, "optimizer": {"overlap": "eager"}}
 STREAMED: dict[str, Any] = {**OFFLOAD_ALL, "parameters": {"enabled": True, "min_size": "1KiB"}}
 
 
-def offloading(config: Any = OFFLOAD_ALL, family: str = FIRST) -> Any:
+def offloading(config=OFFLOAD_ALL, family=FIRST):
     module = importlib.import_module(f"offload_strategy.integrations.fabric.{FAMILIES[family]}")
     return module.SSDOffloadStrategy(config=config)
 
 
-def make_fabric(strategy: Any, family: str = FIRST, **options: Any) -> Any:
+def make_fabric(strategy, family=FIRST, **options):
     options = {"accelerator": "cpu", "devices": 1, "precision": "32-true", **options}
     if options["precision"] == SCALED:  # which the CPU has only with a plugin of one's own
         plugins = importlib.import_module(f"{family}.plugins")
@@ -54,7 +50,7 @@ class Run:
     losses: list[str] = field(default_factory=list)
     others: list[torch.Tensor] = field(default_factory=list)
 
-    def train(self, steps: int, accumulate: int = 1, clip: dict[str, Any] | None = None) -> Run:
+    def train(self, steps, accumulate=1, clip=None):
         for index, (x, _) in enumerate(batches(steps * accumulate), start=1):
             ends = index % accumulate == 0
             with self.fabric.no_backward_sync(self.model, enabled=not ends):
@@ -76,20 +72,18 @@ class Run:
             self.others.append(torch.tensor(scaler.get_scale()))
         return self
 
-    def assert_same(self, plain: Run) -> None:
+    def assert_same(self, plain):
         assert self.losses == plain.losses
         assert len(self.losses) > 0
         assert_equal(self.others, plain.others)
 
-    def assert_moved(self, *clients: str) -> None:
+    def assert_moved(self, *clients):
         metrics = self.fabric.strategy.offload_engine.metrics()
         for client in clients or ("activations", "optimizer"):
             assert left_bytes(metrics, client) > 0, client
 
 
-def set_up(
-    fabric: Any, model: nn.Module | None = None, scheduled: bool = False, **options: Any
-) -> Run:
+def set_up(fabric, model=None, scheduled=False, **options):
     torch.manual_seed(0)
     model = tiny_model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -98,12 +92,12 @@ def set_up(
     return Run(fabric, *fabric.setup(model, optimizer, **options))
 
 
-def train(fabric: Any, clip: dict[str, float] | None = None) -> Run:
+def train(fabric, clip=None):
     """Train with a schedule, in groups of three micro-batches."""
     return set_up(fabric, scheduled=True).train(6, accumulate=3, clip=clip)
 
 
-def both(train: Callable[[Any], Run], config: Any = OFFLOAD_ALL, **options: Any) -> Run:
+def both(train, config=OFFLOAD_ALL, **options):
     """Train with and without offload, see that they agree, and return the former."""
     plain = train(make_fabric("auto", **options))
     offloaded = train(make_fabric(offloading(config), **options))
@@ -124,18 +118,14 @@ def both(train: Callable[[Any], Run], config: Any = OFFLOAD_ALL, **options: Any)
     ],
     ids=str,
 )
-def test_training_is_identical(
-    config: Any, precision: str, clip: Any, hints: list[tuple[int, bool]]
-) -> None:
+def test_training_is_identical(config, precision, clip, hints):
     both(lambda fabric: train(fabric, clip), config=config, precision=precision)
     # Of every micro-batch: while it runs, and after it.
     assert [last for _, last in hints] == 6 * [False, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_name_finds_the_strategy_of_its_own_install(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_finds_the_strategy_of_its_own_install(family, tmp_path, monkeypatch):
     plain = train(make_fabric("auto", family), BY_NORM)
     # `fabric run --strategy` would set it, but refuses every name with "offload" in it.
     monkeypatch.setenv("LT_STRATEGY", "ssd_offload")
@@ -149,8 +139,8 @@ def test_the_name_finds_the_strategy_of_its_own_install(
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["hooks-inside", "hooks-outside"])
-def test_a_compiled_model_is_identical(outside: bool) -> None:
-    def compiled(fabric: Any) -> Run:
+def test_a_compiled_model_is_identical(outside):
+    def compiled(fabric):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model: Any = torch.compile(tiny_model(), backend="aot_eager")
@@ -160,8 +150,8 @@ def test_a_compiled_model_is_identical(outside: bool) -> None:
     both(compiled)
 
 
-def test_streamed_weights_are_identical() -> None:
-    def streamed(fabric: Any) -> Run:
+def test_streamed_weights_are_identical():
+    def streamed(fabric):
         torch.manual_seed(0)
         with fabric.init_module():
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -170,8 +160,8 @@ def test_streamed_weights_are_identical() -> None:
     both(streamed, config=STREAMED).assert_moved("parameters")
 
 
-def test_training_resumes_from_a_checkpoint_with_and_without_offload(tmp_path: Path) -> None:
-    def half(offload: bool, name: str, source: str | None = None) -> Run:
+def test_training_resumes_from_a_checkpoint_with_and_without_offload(tmp_path):
+    def half(offload, name, source=None):
         run = set_up(make_fabric(offloading() if offload else "auto"))
         state = {"model": run.model, "optimizer": run.optimizer}
         if source is not None:
@@ -186,7 +176,7 @@ def test_training_resumes_from_a_checkpoint_with_and_without_offload(tmp_path: P
         assert same(*map(torch.load, (tmp_path / "end", tmp_path / "plain end")))
 
 
-def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
+def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path):
     file = tmp_path / "file.ckpt"
     run = train(make_fabric(offloading({**OFFLOAD_ALL, "optimizer": {"enabled": False}})))
     run.fabric.save(file, {"optimizer": run.optimizer})
@@ -197,13 +187,13 @@ def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_or_machines_make_it_data_parallel(devices: int, nodes: int) -> None:
+def test_several_devices_or_machines_make_it_data_parallel(devices, nodes):
     strategy = make_fabric("ssd_offload", devices=devices, num_nodes=nodes).strategy
     assert type(strategy).__name__ == "SSDOffloadDataParallelStrategy"
     assert (strategy.num_nodes, len(strategy.parallel_devices)) == (nodes, devices)
 
 
-def test_fabrics_in_a_group_of_processes_share_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fabrics_in_a_group_of_processes_share_the_tiers(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "2MiB"}]}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -217,19 +207,19 @@ def test_fabrics_in_a_group_of_processes_share_the_tiers(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("precision", "clip"), [("32-true", BY_NORM), ("32-true", BY_VALUE), (SCALED, {})], ids=str
 )
-def test_edited_gradients_are_refused_with_eager_updates(precision: str, clip: Any) -> None:
+def test_edited_gradients_are_refused_with_eager_updates(precision, clip):
     what = "fabric.clip_gradients" if clip else "with loss scaling"
     with pytest.raises(ConfigError, match=rf"{what}.*overlap: commit"):
         train(make_fabric(offloading(EAGER), precision=precision), clip)
 
 
-def test_the_other_installs_strategy_is_refused_with_the_name_of_the_right_one() -> None:
+def test_the_other_installs_strategy_is_refused_with_the_name_of_the_right_one():
     pytest.importorskip("lightning_fabric")
     with pytest.raises(ValueError, match=r"for_lightning_fabric\.SSDOffloadStrategy"):
         make_fabric(offloading(family="lightning_fabric"))
 
 
-def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> None:
+def test_a_model_may_be_trained_again_once_its_earlier_training_is_over():
     fabric, other = make_fabric(offloading()), make_fabric(offloading())
     model = tiny_model()
     earlier = set_up(fabric, model).train(2)
@@ -251,7 +241,7 @@ def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> Non
     set_up(make_fabric(offloading()), model).train(2).assert_moved()
 
 
-def test_no_backward_sync_of_other_strategies_is_as_it_was() -> None:
+def test_no_backward_sync_of_other_strategies_is_as_it_was():
     run = train(make_fabric("auto"))
     with run.fabric.no_backward_sync(run.model) as nothing:
         assert nothing is None

@@ -1,7 +1,5 @@
 """Ends of every kind, through Lightning and Accelerate: nothing hangs, nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -22,7 +20,6 @@ from tests.distributed.ranks import run_ranks
 from tests.ends import open_files, outcomes
 from tests.integrations.accelerate_runs import prepare
 from tests.integrations.lightning_runs import (
-    Run,
     assert_equal,
     assert_same,
     batches,
@@ -36,7 +33,7 @@ from tests.integrations.lightning_runs import (
 from tests.training import moved, on_disk
 
 
-def plain_steps(model: nn.Module) -> list[torch.Tensor]:
+def plain_steps(model):
     """Train a model by hand, without anything of ours."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,12 +44,12 @@ def plain_steps(model: nn.Module) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-def slowly(move: Any) -> Any:
+def slowly(move):
     """A backend's method that moves bytes, so slow that writes end after the step."""
     return lambda self, *args: (time.sleep(0.05), move(self, *args))[1]
 
 
-def optimizer_of_its_own(pl: Any) -> Any:
+def optimizer_of_its_own(pl):
     """A module that returns the same optimizer in every fit, which keeps its states."""
     module = make_module(pl)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -60,7 +57,7 @@ def optimizer_of_its_own(pl: Any) -> Any:
     return module
 
 
-def with_one_trainer(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+def with_one_trainer(pl, root, strategy, module):
     run = fit(pl, root, strategy, module, max_steps=-1, max_epochs=1)
     engine = run.engine if strategy == "ssd_offload" else None
     run.trainer.fit_loop.max_epochs = 3
@@ -71,7 +68,7 @@ def with_one_trainer(pl: Any, root: Path, strategy: str, module: Any) -> Run:
     return run
 
 
-def with_two_trainers(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+def with_two_trainers(pl, root, strategy, module):
     first = fit(pl, root, strategy, module, max_steps=7)
     run = fit(pl, root, strategy, module, max_steps=7)
     if strategy == "ssd_offload":
@@ -80,17 +77,17 @@ def with_two_trainers(pl: Any, root: Path, strategy: str, module: Any) -> Run:
     return run
 
 
-def with_two_modules_around_one_network(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+def with_two_modules_around_one_network(pl, root, strategy, module):
     fit(pl, root, strategy, module, max_steps=5)
     second = make_module(pl)
     second.net = module.net
     return fit(pl, root, strategy, second, max_steps=5)
 
 
-def after_an_exception(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+def after_an_exception(pl, root, strategy, module):
     """In the middle of a forward pass, of a step of two micro-batches."""
 
-    def fails(*_: Any) -> None:
+    def fails(*_):
         if len(module.losses) == 5:
             raise ZeroDivisionError
 
@@ -113,14 +110,14 @@ def after_an_exception(pl: Any, root: Path, strategy: str, module: Any) -> Run:
         (with_two_trainers, optimizer_of_its_own),
     ],
 )
-def test_fitting_twice_is_identical(pl: Any, tmp_path: Path, twice: Any, make: Any) -> None:
+def test_fitting_twice_is_identical(pl, tmp_path, twice, make):
     with_and_without(lambda strategy: twice(pl, tmp_path, strategy, make(pl)))
 
 
 @pytest.mark.parametrize("wrong", ["missing", "file", "LBFGS"])
 def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing_open(
-    pl: Any, family: str, tmp_path: Path, tier: Path, wrong: str
-) -> None:
+    pl, family, tmp_path, tier, wrong
+):
     gc.collect()
     (tmp_path / "file").write_text("")
     config: Any = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
@@ -139,7 +136,7 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
     )
 
 
-def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path, tier: Path) -> None:
+def test_after_fit_the_model_trains_by_itself(pl, tmp_path, tier):
     threads = set(threading.enumerate())
     plain, offloaded = (fit(pl, tmp_path, name, max_steps=5) for name in ("auto", "ssd_offload"))
     # The last states are still on their way, and are counted when they have arrived.
@@ -158,7 +155,7 @@ def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path, tier: Pat
     assert_equal(plain_steps(model), plain_steps(plain.module))
 
 
-def test_no_thread_outlives_fit(pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_outlives_fit(pl, tmp_path, monkeypatch):
     before = set(threading.enumerate())
     runs = [fit(pl, tmp_path, "ssd_offload", max_steps=5) for _ in range(3)]
     assert set(threading.enumerate()) <= before
@@ -202,7 +199,7 @@ ENDS = {
 """Exit status by framework and end; what is negative is the signal that each is sent."""
 
 
-def train_with_lightning(end: str) -> None:
+def train_with_lightning(end):
     pl: Any = lightning.pytorch
     fails_at = (3, RuntimeError("on purpose")) if end == "exception" else None
     ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
@@ -213,13 +210,13 @@ def train_with_lightning(end: str) -> None:
     trainer.fit(make_module(pl, fails_at=fails_at), loader)
 
 
-def train_with_accelerate(end: str) -> None:
+def train_with_accelerate(end):
     run = prepare(SSDOffloadPlugin()).train(3)
     print("ready", flush=True)
     run.train(3 if end == "normal" else 10**9)
 
 
-def every_end(rank: int, directory: Path) -> list[dict[str, Any]]:
+def every_end(rank, directory):
     """What came of each process of `ENDS`."""
     scripts = {}
     for name, status in ENDS.items():
@@ -229,7 +226,7 @@ def every_end(rank: int, directory: Path) -> list[dict[str, Any]]:
     return outcomes(rank, directory, scripts)
 
 
-def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path):
     where = "tests.integrations.test_lifecycle:every_end"
     (found,) = run_ranks(where, tmp_path, size=1, group=False)
     assert [end["status"] for end in found] == list(ENDS.values()), found

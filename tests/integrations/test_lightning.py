@@ -3,8 +3,6 @@
 That training from the command line gives the same numbers is in `test_unmodified_scripts.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -19,7 +17,6 @@ import yaml
 
 from offload_strategy import ConfigError
 from tests.integrations.lightning_runs import (
-    Run,
     assert_equal,
     batches,
     fit,
@@ -33,7 +30,7 @@ from tests.integrations.lightning_runs import (
 from tests.training import moved
 
 
-def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options: Any) -> Run:
+def both(pl, root, *, module=None, **options):
     """Train with and without offload, check that they agree, and return the former."""
     return with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
@@ -42,8 +39,8 @@ def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options
 
 @in_both_installs
 def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
-    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]], recwarn: pytest.WarningsRecorder
-) -> None:
+    pl, tmp_path, hints, recwarn
+):
     options = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "max_steps": 9}
     run = both(pl, tmp_path, module={"scheduler": True}, validate=True, **options)
     # Ten batches an epoch: two groups of four, and one of two, after which Lightning steps as well.
@@ -58,28 +55,26 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
     assert moved(run.engine) == before
 
 
-def test_layers_that_are_thawed_later_are_identical(pl: Any, tmp_path: Path) -> None:
+def test_layers_that_are_thawed_later_are_identical(pl, tmp_path):
     class Thaw(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
         """Adds the first layer's parameters to the optimizer after an epoch."""
 
-        def freeze_before_training(self, module: Any) -> None:
+        def freeze_before_training(self, module):
             self.freeze(module.net[0])
 
-        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        def finetune_function(self, module, epoch, optimizer):
             if epoch == 1:
                 self.unfreeze_and_add_param_group(module.net[0], optimizer)
 
-    def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    def adamw(parameters, lr):
         return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=lr)
 
     options = {"max_steps": -1, "max_epochs": 3, "callbacks": [Thaw()]}
     both(pl, tmp_path, module={"optimizer": adamw}, **options)
 
 
-def test_a_step_that_was_replaced_is_the_one_that_runs(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def twice(parameters: Any, lr: float) -> torch.optim.Optimizer:
+def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch, caplog):
+    def twice(parameters, lr):
         optimizer = torch.optim.SGD(parameters, lr=lr)
         step = optimizer.step
         optimizer.step = lambda closure=None: (step(closure), step())[0]  # type: ignore[method-assign]
@@ -99,24 +94,24 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
-    pl: Any, tmp_path: Path, accumulate: int, caplog: pytest.LogCaptureFixture
-) -> None:
+    pl, tmp_path, accumulate, caplog
+):
     options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
     both(pl, tmp_path, module={"optimizer": torch.optim.LBFGS}, **options)
     assert caplog.text.count("Its states stay in memory") == 1
 
 
-def test_a_model_with_nothing_to_optimize_trains_on(pl: Any, tmp_path: Path) -> None:
+def test_a_model_with_nothing_to_optimize_trains_on(pl, tmp_path):
     module = make_module(pl)
     module.configure_optimizers = lambda: None
     assert len(fit(pl, tmp_path, "ssd_offload", module, max_steps=3).losses) == 3
 
 
-def test_copies_of_module_and_strategy_have_no_engine(pl: Any, family: str, tmp_path: Path) -> None:
+def test_copies_of_module_and_strategy_have_no_engine(pl, family, tmp_path):
     """As averaging callbacks and loggers make them in the middle of `fit`."""
     copies: list[Any] = []
 
-    def take_copies(trainer: Any, module: Any, *_: Any) -> None:
+    def take_copies(trainer, module, *_):
         if trainer.global_step == 5:
             # The module's class is local to this test, and cannot be pickled.
             copies[:] = copy.deepcopy(module), pickle.loads(pickle.dumps(module.net))
@@ -143,7 +138,7 @@ def test_copies_of_module_and_strategy_have_no_engine(pl: Any, family: str, tmp_
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "auto"])
-def test_one_device_is_a_single_device(pl: Any, tmp_path: Path, accelerator: str) -> None:
+def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
     trainer = fit(pl, tmp_path, "ssd_offload", accelerator=accelerator, max_steps=1).trainer
     assert isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy)
     assert trainer.strategy.root_device.type in ("cpu", "cuda", "mps")
@@ -154,8 +149,8 @@ def test_one_device_is_a_single_device(pl: Any, tmp_path: Path, accelerator: str
 @in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
 def test_several_devices_are_data_parallel_and_stream_no_weights(
-    pl: Any, family: str, tmp_path: Path, devices: int, nodes: int
-) -> None:
+    pl, family, tmp_path, devices, nodes
+):
     options = {"devices": devices, "num_nodes": nodes}
     ours = strategy_class(family)
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
@@ -174,7 +169,7 @@ def test_several_devices_are_data_parallel_and_stream_no_weights(
 
 
 @in_both_installs
-def test_the_other_installs_strategy_is_met_with_help(pl: Any, family: str, tmp_path: Path) -> None:
+def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
     other = "pytorch_lightning" if family == "lightning.pytorch" else "lightning.pytorch"
     pytest.importorskip(other)
     with pytest.raises(ValueError, match=re.escape(class_path(family))):
@@ -188,12 +183,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def class_path(family: str) -> str:
+def class_path(family):
     strategy = strategy_class(family)
     return f"{strategy.__module__}.{strategy.__name__}"
 
 
-def strategy_of_cli(pl: Any, family: str, *arguments: str) -> Any:
+def strategy_of_cli(pl, family, *arguments):
     """Parse a command line, make the Trainer that it asks for, and return its strategy."""
     pytest.importorskip("jsonargparse")
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -209,8 +204,8 @@ def strategy_of_cli(pl: Any, family: str, *arguments: str) -> Any:
 
 @in_both_installs
 def test_flags_choose_the_strategy_and_its_options_and_the_help_explains_them(
-    pl: Any, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    pl, family, monkeypatch, capsys
+):
     strategy = strategy_of_cli(pl, family, "--trainer.strategy=ssd_offload")
     assert isinstance(strategy, strategy_class(family))
     assert strategy.config.activations.min_size == 1024  # of $SSD_OFFLOAD_CONFIG
@@ -235,9 +230,7 @@ def test_flags_choose_the_strategy_and_its_options_and_the_help_explains_them(
     assert "ssd-offload config schema" in printed
 
 
-def test_options_may_come_from_a_file_and_survive_being_written(
-    pl: Any, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_may_come_from_a_file_and_survive_being_written(pl, family, tmp_path, capsys):
     file = tmp_path / "config.yaml"
     strategy = {"class_path": class_path(family), "init_args": {"config": OPTIONS}}
     file.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))

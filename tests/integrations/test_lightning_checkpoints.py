@@ -1,10 +1,7 @@
 """Checkpoints of `Trainer(strategy="ssd_offload")`: Lightning's files, streamed."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +11,6 @@ import offload_strategy.checkpoints
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
     FAMILIES,
-    Run,
     assert_same,
     fit,
     make_trainer,
@@ -23,26 +19,26 @@ from tests.integrations.lightning_runs import (
 
 
 @pytest.fixture(autouse=True)
-def _nearly_everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nearly_everything_is_large(monkeypatch):
     """A tiny model's tensors stay in the file as those of a large one do."""
     monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
 
 
 @pytest.fixture
-def lightnings_io(family: str) -> Any:
+def lightnings_io(family):
     """Lightning's own."""
     name = "lightning.fabric" if family == "lightning.pytorch" else "lightning_fabric"
     return importlib.import_module(f"{name}.plugins").TorchCheckpointIO
 
 
-def mapped(path: Path) -> bool:
+def mapped(path):
     """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 
 def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in_memory(
-    pl: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
-) -> None:
+    pl, family, tmp_path, monkeypatch, lightnings_io
+):
     ours, theirs = tmp_path / "deep" / "down" / "ours.ckpt", tmp_path / "theirs.ckpt"
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
     strategy = run.trainer.strategy
@@ -75,7 +71,7 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
 @pytest.mark.parametrize(
     ("family", "enabled"), zip(FAMILIES, (True, False), strict=True), indirect=["family"]
 )
-def test_a_resumed_run_leaves_the_file(pl: Any, family: str, tmp_path: Path, enabled: bool) -> None:
+def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
     in_file: list[bool] = []
@@ -83,7 +79,7 @@ def test_a_resumed_run_leaves_the_file(pl: Any, family: str, tmp_path: Path, ena
         on_train_batch_start=lambda *_: in_file.extend(map(mapped, files.values()))
     )
 
-    def run(offload: bool, source: bool | None = None, **options: Any) -> Run:
+    def run(offload, source=None, **options):
         strategy = strategy_class(family)(config=config) if offload else "auto"
         path = None if source is None else files[source]
         return fit(pl, tmp_path, strategy, ckpt_path=path, **options)
@@ -100,8 +96,8 @@ def test_a_resumed_run_leaves_the_file(pl: Any, family: str, tmp_path: Path, ena
 
 
 def test_a_plugin_of_the_users_own_is_left_alone_and_one_around_another_is_around_ours(
-    pl: Any, family: str, tmp_path: Path, lightnings_io: Any
-) -> None:
+    pl, family, tmp_path, lightnings_io
+):
     own = type("Own", (lightnings_io,), {})()
     for trainer in (
         make_trainer(pl, tmp_path, "ssd_offload", plugins=[own]),
@@ -119,7 +115,7 @@ def test_a_plugin_of_the_users_own_is_left_alone_and_one_around_another_is_aroun
     assert len(resumed.losses) == 5
 
 
-def test_a_remote_path_is_left_to_lightning(pl: Any, tmp_path: Path) -> None:
+def test_a_remote_path_is_left_to_lightning(pl, tmp_path):
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
     resumed = []
     for url in ("memory://checkpoints/end.ckpt", f"file://{tmp_path}/end.ckpt"):

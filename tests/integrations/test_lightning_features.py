@@ -3,11 +3,8 @@
 What is found has to be what the table in `docs/lightning.md` says.
 """
 
-from __future__ import annotations
-
 import csv
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,6 @@ from tests.integrations.lightning_runs import (
     FAMILIES,
     FEATURES,
     Behaviour,
-    Feature,
-    Outcome,
     Session,
     batches,
     feature,
@@ -37,7 +32,7 @@ for _precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
 
 
 @feature('`precision="16-mixed"`, loss scaling', refused_with_eager="loss scaling.*overlap: commit")
-def _half_mixed(session: Session) -> Outcome:
+def _half_mixed(session):
     # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself. So
     # large a scale overflows: the first steps are skipped.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -53,11 +48,11 @@ def _half_mixed(session: Session) -> Outcome:
 class _Adversarial(Behaviour):
     """Two losses and two optimizers, each trained by its own, with clipping by hand."""
 
-    def __init__(self, clips: bool = True) -> None:
+    def __init__(self, clips=True):
         super().__init__(manual=True)
         self.clips = clips
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         for optimizer, sign in zip(self.optimizers(), (1.0, -0.1), strict=True):
             self.toggle_optimizer(optimizer)
@@ -94,7 +89,7 @@ fitted("`gradient_clip_val`, by value", refused=CLIPPED, **by_value)
 
 
 class _ClipsItself(Behaviour):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
@@ -106,7 +101,7 @@ fitted(
 
 
 class _LogsNorms(Behaviour):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         from lightning.pytorch.utilities import grad_norm
 
         self.log_dict(grad_norm(self, norm_type=2))
@@ -118,7 +113,7 @@ fitted(
 
 
 class _Plateau(Behaviour):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {
@@ -147,19 +142,19 @@ fitted("`reload_dataloaders_every_n_epochs`", reload_dataloaders_every_n_epochs=
 
 
 @feature("`barebones`")
-def _barebones(session: Session) -> Outcome:
+def _barebones(session):
     options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {**dict.fromkeys(options), "log_every_n_steps": None}
     return session.outcome(*session.fit(barebones=True, **quiet))
 
 
 @feature("`trainer.validate`, `test` and `predict`, before and after `fit`")
-def _evaluation(session: Session) -> Outcome:
+def _evaluation(session):
     found: list[Any] = []
     module = session.module()
     trainer = session.trainer()
 
-    def evaluate() -> None:
+    def evaluate():
         found.append(trainer.validate(module, batches(2), verbose=False))
         found.append(trainer.test(module, batches(2), verbose=False))
         found.append(trainer.predict(module, batches(2)))
@@ -171,14 +166,14 @@ def _evaluation(session: Session) -> Outcome:
 
 
 @feature("`trainer.test` and `predict` alone", trains=False)
-def _test_alone(session: Session) -> Outcome:
+def _test_alone(session):
     trainer, module = session.trainer(), session.module()
     tested = trainer.test(module, batches(2), verbose=False)
     return {"tested": tested, "predicted": trainer.predict(module, batches(2))}
 
 
 @feature("`KeyboardInterrupt`, a checkpoint after it, and a resumed run")
-def _interrupt(session: Session) -> Outcome:
+def _interrupt(session):
     module = session.module(fails_at=(5, KeyboardInterrupt()))
     trainer = session.trainer()
     with pytest.raises((SystemExit, KeyboardInterrupt)):  # Lightning makes the former of it
@@ -191,11 +186,11 @@ def _interrupt(session: Session) -> Outcome:
 # ---------------------------------------------------------------------- callbacks
 
 
-def with_callback(name: str, make: Callable[[Any], Any], **options: Any) -> None:
+def with_callback(name, make, **options):
     """A feature that is a callback, of which the state that it saves is compared as well."""
 
     @feature(name)
-    def run(session: Session) -> Outcome:
+    def run(session):
         callback = make(session.pl.callbacks)
         trainer, module = session.fit(callbacks=[callback], **options)
         return session.outcome(trainer, module, state=callback.state_dict())
@@ -233,11 +228,11 @@ with_callback(
 
 
 @feature("progress bars: `TQDMProgressBar`, `RichProgressBar`")
-def _progress(session: Session) -> Outcome:
+def _progress(session):
     shown: list[dict[str, Any]] = []
 
     class Shown(session.pl.callbacks.TQDMProgressBar):  # type: ignore[name-defined,misc]
-        def get_metrics(self, *args: Any) -> Any:
+        def get_metrics(self, *args):
             metrics = super().get_metrics(*args)
             shown.append(dict(metrics))
             return metrics
@@ -250,7 +245,7 @@ def _progress(session: Session) -> Outcome:
 
 
 @feature("batch-size finder: `BatchSizeFinder`, and a run with what it found")
-def _batch_size(session: Session) -> Outcome:
+def _batch_size(session):
     module = session.module()
     finder = session.pl.callbacks.BatchSizeFinder(
         mode="binsearch", steps_per_trial=2, max_trials=3, init_val=2
@@ -261,7 +256,7 @@ def _batch_size(session: Session) -> Outcome:
 
 
 @feature("`ModelCheckpoint`: best, last, and resumed from with `ckpt_path`")
-def _checkpoints(session: Session) -> Outcome:
+def _checkpoints(session):
     saving = session.pl.callbacks.ModelCheckpoint(
         session.root / "best", monitor="val_loss", save_top_k=2, save_last=True
     )
@@ -280,7 +275,7 @@ def _checkpoints(session: Session) -> Outcome:
 
 
 @feature("`ModelCheckpoint(save_weights_only=True)`")
-def _weights_only(session: Session) -> Outcome:
+def _weights_only(session):
     saving = session.pl.callbacks.ModelCheckpoint(session.root / "weights", save_weights_only=True)
     trainer, module = session.fit(callbacks=[saving], enable_checkpointing=True)
     saved = torch.load(saving.best_model_path, weights_only=True)
@@ -290,12 +285,12 @@ def _weights_only(session: Session) -> Outcome:
     return session.outcome(trainer, module, saved=_without_paths(saved), again=again.state_dict())
 
 
-def _without_paths(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _without_paths(checkpoint):
     return {key: value for key, value in checkpoint.items() if key not in ("callbacks", "loops")}
 
 
 @feature("`OnExceptionCheckpoint`")
-def _on_exception(session: Session) -> Outcome:
+def _on_exception(session):
     saving = session.pl.callbacks.OnExceptionCheckpoint(session.root / "failed")
     module = session.module(fails_at=(5, RuntimeError("the loader is gone")))
     trainer = session.trainer(callbacks=[saving], enable_checkpointing=True)
@@ -306,11 +301,11 @@ def _on_exception(session: Session) -> Outcome:
 
 
 @feature("`BasePredictionWriter`")
-def _writer(session: Session) -> Outcome:
+def _writer(session):
     written: list[torch.Tensor] = []
 
     class Writer(session.pl.callbacks.BasePredictionWriter):  # type: ignore[name-defined,misc]
-        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *_: Any) -> None:
+        def write_on_batch_end(self, trainer, module, prediction, *_):
             written.append(prediction)
 
     trainer, module = session.fit(callbacks=[Writer("batch")])
@@ -319,13 +314,13 @@ def _writer(session: Session) -> Outcome:
 
 
 @feature("`ModelSummary`")
-def _summary(session: Session) -> Outcome:
+def _summary(session):
     from lightning.pytorch.utilities.model_summary import ModelSummary, summarize
 
     shown: list[str] = []
 
     class Shown(session.pl.callbacks.ModelSummary):  # type: ignore[name-defined,misc]
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
+        def on_fit_start(self, trainer, module):
             shown.append(str(summarize(module, max_depth=2)))
 
     trainer, module = session.fit(callbacks=[Shown()], enable_model_summary=True)
@@ -336,7 +331,7 @@ def _summary(session: Session) -> Outcome:
 
 
 @feature("`LearningRateMonitor`, `DeviceStatsMonitor`, `ThroughputMonitor`, several loggers")
-def _loggers(session: Session) -> Outcome:
+def _loggers(session):
     pl = session.pl
     # One that keeps what the others write, which have times in their files.
     loggers = [
@@ -361,9 +356,9 @@ def _loggers(session: Session) -> Outcome:
     }
 
 
-def profiled(name: str, look: Callable[[Any, Path], Any], **options: Any) -> None:
+def profiled(name, look, **options):
     @feature(f"`{name}`")
-    def run(session: Session) -> Outcome:
+    def run(session):
         profiler = getattr(session.pl.profilers, name)(session.root, "profile", **options)
         trainer, module = session.fit(profiler=profiler, max_steps=5)
         seen = look(profiler, session.root)
@@ -371,12 +366,12 @@ def profiled(name: str, look: Callable[[Any, Path], Any], **options: Any) -> Non
         return session.outcome(trainer, module, seen=seen)
 
 
-def _without_strategy(actions: Iterable[str]) -> list[str]:
+def _without_strategy(actions):
     """The actions that were timed, but for the hooks of the strategy, which bear its name."""
     return sorted(name for name in actions if not name.startswith("[Strategy]"))
 
 
-def _in_file(profiler: Any, root: Path) -> list[str]:
+def _in_file(profiler, root):
     (file,) = root.glob("fit-profile*.txt")
     heading = "Profile stats for: "
     lines = [line for line in file.read_text().splitlines() if line.startswith(heading)]
@@ -394,7 +389,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
-def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> None:
+def test_a_feature_is_identical_or_refused(feature, tmp_path):
     expected = _run(feature, _session(tmp_path, None))
     verdicts = []
     for overlap in ("commit", "eager"):
@@ -416,7 +411,7 @@ def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> 
     assert row in DOCUMENT.read_text().splitlines()
 
 
-def _session(directory: Path, overlap: str | None) -> Session:
+def _session(directory, overlap):
     root = directory / (overlap or "auto")
     root.mkdir()
     activations = {"min_size": "1KiB", "budget": "100%"}
@@ -424,12 +419,12 @@ def _session(directory: Path, overlap: str | None) -> Session:
     return Session(pytest.importorskip(FAMILIES[0]), root, config)
 
 
-def _run(feature: Feature, session: Session) -> Outcome:
+def _run(feature, session):
     with quiet():
         return feature.run(session)
 
 
-def test_the_document_has_the_features_that_are_tried_and_no_others() -> None:
+def test_the_document_has_the_features_that_are_tried_and_no_others():
     pattern = r"^\| (.*?) \| (?:identical|refused)"
     names = re.findall(pattern, DOCUMENT.read_text(), flags=re.MULTILINE)
     assert names == list(FEATURES)

@@ -1,9 +1,6 @@
 """Pipeline schedules of torch.distributed.pipelining over two processes, to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +39,7 @@ class Way:
     together: bool = False  # Whether one optimizer is for all stages of a rank
 
     @property
-    def plain(self) -> Way:
+    def plain(self):
         """The same numbers without offload."""
         return Way(divides=self.divides, clip=self.clip)
 
@@ -78,7 +75,7 @@ class Outcome:
 class Pipeline:
     """This rank's stages of a schedule of `SCHEDULES`, with an optimizer for each, or for all."""
 
-    def __init__(self, rank: int, name: str, way: Way, tier: Path) -> None:
+    def __init__(self, rank, name, way, tier):
         make_schedule, per_rank, _ = SCHEDULES[name]
         torch.manual_seed(0)
         blocks = [tiny_model() for _ in range(RANKS * per_rank)]
@@ -111,11 +108,11 @@ class Pipeline:
             self.optimizers = [self.engine.attach(None, own) for own in self.optimizers]
 
 
-def _share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _share_of_loss(output, target):
     return nn.functional.mse_loss(output, target) / MICRO_BATCHES
 
 
-def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:
+def train(rank, name, way, tier):
     """Train a few steps; the arguments are those of `Pipeline`."""
     pipeline = Pipeline(rank, name, way, tier)
     engine, stages = pipeline.engine, pipeline.stages
@@ -153,7 +150,7 @@ def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:
     return outcome
 
 
-def check(offloaded: Outcome, plain: Outcome, told: tuple[str, str]) -> None:
+def check(offloaded, plain, told):
     """Losses, gradients and parameters are identical; bytes have moved, and nothing is left."""
     assert offloaded.losses == plain.losses, told
     gradients = [] if told[1] == "eager" else plain.gradients
@@ -166,7 +163,7 @@ def check(offloaded: Outcome, plain: Outcome, told: tuple[str, str]) -> None:
     assert offloaded.tickets == 0, told
 
 
-def check_refusals(rank: int, tier: Path) -> None:
+def check_refusals(rank, tier):
     """What cannot work is refused before any step."""
     together = Way("eager", divides=False, together=True)
     for message, name, way in (
@@ -179,7 +176,7 @@ def check_refusals(rank: int, tier: Path) -> None:
             follow_schedule(pipeline.engine, pipeline.schedule)
 
 
-def every_schedule(rank: int, directory: Path) -> None:
+def every_schedule(rank, directory):
     """Train every schedule in every way, with and without offload."""
     tier = directory / f"tier{rank}"
     tier.mkdir()
@@ -209,10 +206,10 @@ def every_schedule(rank: int, directory: Path) -> None:
     assert list(tier.iterdir()) == []
 
 
-def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path: Path) -> None:
+def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path):
     run_ranks("tests.integrations.test_pipelines:every_schedule", tmp_path)
 
 
-def test_what_is_no_schedule_is_refused() -> None:
+def test_what_is_no_schedule_is_refused():
     with OffloadEngine() as engine, pytest.raises(ConfigError, match=r"Schedule1F1B.*got Linear"):
         follow_schedule(engine, nn.Linear(1, 1))

@@ -1,10 +1,5 @@
 """Streamed weights through both frameworks: nothing but the config says so, and no bit differs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -13,7 +8,6 @@ from torch import nn
 from offload_strategy import SSDOffloadPlugin
 from tests.integrations.lightning_runs import (
     FAMILIES,
-    Run,
     assert_same,
     batches,
     fit,
@@ -25,7 +19,7 @@ from tests.integrations.lightning_runs import (
 )
 
 
-def config(overlap: str) -> dict[str, Any]:
+def config(overlap):
     return {
         "parameters": {"enabled": True, "min_size": 1},
         "activations": {"min_size": 1},
@@ -33,15 +27,13 @@ def config(overlap: str) -> dict[str, Any]:
     }
 
 
-def streaming(overlap: str) -> Any:
+def streaming(overlap):
     return strategy_class(FAMILIES[0])(config=config(overlap))
 
 
 @pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
-def test_lightning_accumulates_clips_validates_and_resumes_the_same(
-    pl: Any, tmp_path: Path, overlap: str, clip: float | None
-) -> None:
-    def run(name: str) -> Run:
+def test_lightning_accumulates_clips_validates_and_resumes_the_same(pl, tmp_path, overlap, clip):
+    def run(name):
         first, second = (name if name == "auto" else streaming(overlap) for _ in range(2))
         folder = tmp_path / name
         saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)
@@ -53,20 +45,20 @@ def test_lightning_accumulates_clips_validates_and_resumes_the_same(
     assert with_and_without(run).engine.metrics()["offload/parameters/read_bytes"] > 0
 
 
-def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> None:
+def test_lightning_makes_a_model_that_does_not_fit(pl, tmp_path):
     away: list[int] = []
 
     class Late(type(make_module(pl))):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = nn.Identity()
 
-        def configure_model(self) -> None:
+        def configure_model(self):
             if isinstance(self.net, nn.Identity):
                 torch.manual_seed(5)
                 self.net = tiny_model()
 
-        def on_fit_start(self) -> None:
+        def on_fit_start(self):
             away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
 
     plain = fit(pl, tmp_path, module=Late(), max_steps=6)
@@ -78,7 +70,7 @@ def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> N
     again.trainer.strategy._close_engine()
 
 
-def test_lightning_fills_an_empty_module_and_closes_its_engine(pl: Any, tmp_path: Path) -> None:
+def test_lightning_fills_an_empty_module_and_closes_its_engine(pl, tmp_path):
     for empty in (True, False):
         strategy = streaming("eager")
         trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
@@ -97,7 +89,7 @@ def test_lightning_fills_an_empty_module_and_closes_its_engine(pl: Any, tmp_path
             assert torch.isfinite(parameter).all()
 
 
-def test_accelerate_fills_an_empty_model() -> None:
+def test_accelerate_fills_an_empty_model():
     with init_empty_weights():
         model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

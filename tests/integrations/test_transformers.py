@@ -3,11 +3,8 @@
 What its loggers get is in test_unmodified_scripts.py, and here who of its callbacks sees that.
 """
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,13 +26,13 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.integrations.lightning_runs import assert_equal, parameters_of
 
 
-def tokens(rows: int) -> list[dict[str, torch.Tensor]]:
+def tokens(rows):
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, 64, (rows, 32), generator=generator)
     return [{"input_ids": row, "labels": row} for row in drawn]
 
 
-def make_trainer(root: Path, **options: Any) -> Trainer:
+def make_trainer(root, **options):
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -58,13 +55,13 @@ def make_trainer(root: Path, **options: Any) -> Trainer:
 Numbers = tuple[list[float], list[torch.Tensor]]
 
 
-def numbers(trainer: Trainer) -> Numbers:
+def numbers(trainer):
     """All losses that were logged, and the weights."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, parameters_of(trainer.model)
 
 
-def train_twice_and_resume(root: Path) -> list[Numbers]:
+def train_twice_and_resume(root):
     """Evaluate, train, train again; then save half-way and resume in another Trainer."""
     found = []
     trainer = make_trainer(root, max_steps=7)
@@ -84,19 +81,19 @@ def train_twice_and_resume(root: Path) -> list[Numbers]:
     return [*found, numbers(saving), numbers(resumed)]
 
 
-def train_compiled(root: Path) -> list[Numbers]:
+def train_compiled(root):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2}
     trainer = make_trainer(root, gradient_accumulation_steps=1, **options)
     trainer.train()
     return [numbers(trainer)]
 
 
-def shrink_and_train(root: Path) -> list[Numbers]:
+def shrink_and_train(root):
     """Run out of memory in the third step, and let the Trainer start over with smaller batches."""
     trainer = make_trainer(root, max_steps=5, auto_find_batch_size=True)
     sizes: list[int] = []
 
-    def runs_out(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def runs_out(module, args, kwargs):
         sizes.append(len(kwargs["input_ids"]))
         if len(sizes) == 8:
             raise torch.OutOfMemoryError("CUDA out of memory.")  # what the Trainer looks for
@@ -111,7 +108,7 @@ def shrink_and_train(root: Path) -> list[Numbers]:
 
 
 @pytest.mark.parametrize("train", [train_twice_and_resume, train_compiled, shrink_and_train])
-def test_training_is_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any) -> None:
+def test_training_is_identical(tmp_path, monkeypatch, train):
     plain = train(tmp_path / "plain")
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
     for ours, theirs in zip(train(tmp_path / "offloaded"), plain, strict=True):
@@ -125,14 +122,14 @@ WRITTEN = "offload/optimizer/written_bytes"
 class Seen(TrainerCallback):
     """Notes what a callback of the script gets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.logs: list[dict[str, Any]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **_):
         self.logs.append(dict(logs))
 
 
-def mlflow_reporter() -> Any:
+def mlflow_reporter():
     """The callback of Transformers, over an MLflow that only notes its calls."""
     callback = MLflowCallback.__new__(MLflowCallback)
     callback._initialized, callback._async_log, callback._auto_end_run = True, False, False
@@ -145,13 +142,8 @@ def mlflow_reporter() -> Any:
     [(True, "1", 2), (False, "1", 2), (False, "1", 0), (False, "0", 1)],
 )
 def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    before_the_others: bool,
-    active: str,
-    every: int,
-) -> None:
+    tmp_path, monkeypatch, capsys, before_the_others, active, every
+):
     plain = make_trainer(tmp_path, max_steps=5)
     plain.train()
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", active)
@@ -179,9 +171,7 @@ def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
     assert numbers(trainer)[0] == numbers(plain)[0]
 
 
-def test_checkpoints_that_offload_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_offload_are_refused(tmp_path, monkeypatch):
     twice = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
     with pytest.raises(ConfigError, match=r"'transformer'.* set activations: \{enabled: false\}"):
@@ -193,7 +183,7 @@ def test_checkpoints_that_offload_are_refused(
     OffloadEngine().attach(model)
 
 
-def test_the_activation_offload_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_activation_offload_of_trl_is_refused(monkeypatch):
     offloading = pytest.importorskip("trl.models.activation_offloading")
     # Without an accelerator TRL cannot even begin; the CPU is one as far as it looks here.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))

@@ -7,14 +7,12 @@ Those of the Trainers also name loggers, in `report_to`.
 writes the table of `docs/training_scripts.md`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,7 @@ GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier"
 Results = Mapping[str, Mapping[str, Any]]
 
 
-def run_all(home: Path) -> Results:
+def run_all(home):
     """What the scripts printed and moved; one process, as most of the time goes into imports."""
     shipped = yaml.safe_load(SHIPPED.read_text())
     # Tiny models have little that is worth to be moved.
@@ -81,7 +79,7 @@ def run_all(home: Path) -> Results:
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path: Path) -> None:
+def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
     for package in NEEDS:
         pytest.importorskip(package)
     results = run_all(tmp_path)
@@ -106,7 +104,7 @@ def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path: Pat
     check_reports(tmp_path)
 
 
-def check_reports(home: Path) -> None:
+def check_reports(home):
     """Loggers have the metrics at the steps of the losses, of each of the scripts."""
     scalars = tensorboard_scalars(home / "board")
     assert [step for step, _ in scalars["train/loss"]] == len(REPORTING) * [*range(1, 9)]
@@ -128,7 +126,7 @@ def check_reports(home: Path) -> None:
         assert {name for name in rows[0] if "offload/" in name} == ours
 
 
-def wandb_rows(file: Path) -> Iterator[dict[str, Any]]:
+def wandb_rows(file):
     """What an offline run of W&B has logged, row by row."""
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     content, place, record = file.read_bytes(), 7, b""
@@ -147,7 +145,7 @@ def wandb_rows(file: Path) -> Iterator[dict[str, Any]]:
             yield {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
 
 
-def test_the_scripts_mention_nothing_of_ours() -> None:
+def test_the_scripts_mention_nothing_of_ours():
     for script in CHANGES:
         lines = (SCRIPTS / script).read_text().splitlines()
         imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
@@ -155,7 +153,7 @@ def test_the_scripts_mention_nothing_of_ours() -> None:
         assert "offload" not in "".join(imports)
 
 
-def table(results: Results) -> str:
+def table(results):
     """The results as the table of the document."""
     lines = ["| script | change | losses | activations moved | states moved |", "|---" * 5 + "|"]
     for script, change in CHANGES.items():
@@ -180,14 +178,14 @@ print(json.dumps([sys.argv[1:], [os.environ.get(name) for name in names]]))
 """
 
 
-def launch_file(home: Path, name: str, **more: Any) -> Path:
+def launch_file(home, name, **more):
     content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
     path = home / name
     path.write_text(yaml.safe_dump({**content, "num_processes": 1, "num_machines": 1, **more}))
     return path
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def launch(monkeypatch, *arguments):
     """The console script `accelerate launch`, in this process; the script has one of its own."""
     monkeypatch.setattr(sys, "argv", ["accelerate", "launch", *arguments])
     main()
@@ -204,12 +202,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     ids=["plain", "config_file", "config", "config="],
 )
 def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    options: list[str],
-    active: bool,
-) -> None:
+    home, monkeypatch, capfd, options, active
+):
     (home / "given.py").write_text(GIVEN)
     (home / "presets").mkdir()
     launch_file(home, "plain.yaml")
@@ -236,8 +230,8 @@ def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
     ids=["typo", "preset", "megatron"],
 )
 def test_a_wrong_section_is_refused_before_the_script_starts(
-    home: Path, monkeypatch: pytest.MonkeyPatch, section: Any, more: dict[str, Any], message: str
-) -> None:
+    home, monkeypatch, section, more, message
+):
     launch_file(home, "offload.yaml", ssd_offload_config=section, **more)
     (home / "train.py").write_text("open('started', 'w').close()")
     with pytest.raises(SystemExit) as ended:
@@ -248,7 +242,7 @@ def test_a_wrong_section_is_refused_before_the_script_starts(
         assert part in str(ended.value.code)
 
 
-def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> None:
+def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path):
     for name, more in (("offload", {"ssd_offload_config": SECTION}), ("plain", {})):
         path = launch_file(tmp_path, f"{name}.yaml", **more)
         load_config_from_file(str(path)).to_yaml_file(str(path))
@@ -262,8 +256,8 @@ def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> No
 @pytest.mark.parametrize("distributed", ["NO", "DEEPSPEED", "MULTI_CPU", "FSDP"])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_launch_files_are_yaml_or_json_and_may_name_several_processes(
-    tmp_path: Path, distributed: str, suffix: str
-) -> None:
+    tmp_path, distributed, suffix
+):
     path = tmp_path / f"offload.{suffix}"
     write: Any = json.dumps if suffix == "json" else yaml.safe_dump
     path.write_text(write({"distributed_type": distributed, "ssd_offload_config": SECTION}))
@@ -273,7 +267,7 @@ def test_launch_files_are_yaml_or_json_and_may_name_several_processes(
     assert variables["ACCELERATE_USE_SSD_OFFLOAD"] == "true"
 
 
-def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
+def test_an_empty_section_means_the_defaults(tmp_path):
     path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=None)
     assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"
     for plain in (None, str(launch_file(tmp_path, "plain.yaml"))):
@@ -281,8 +275,8 @@ def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
 
 
 def test_processes_on_the_cpu_get_the_settings_of_an_allocator_that_leaves_gaps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     for version, given in (("glibc 2.39", False), ("musl 1.2", False), ("glibc 2.36", True)):
@@ -292,9 +286,7 @@ def test_processes_on_the_cpu_get_the_settings_of_an_allocator_that_leaves_gaps(
     assert "GLIBC_TUNABLES" not in environment_for(path), "the user's own come first"
 
 
-def test_each_rank_puts_its_number_into_the_paths(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_puts_its_number_into_the_paths(home, monkeypatch):
     own = {"name": "own", "kind": "ssd", "path": "/dev/nvme${LOCAL_RANK}n1"}
     both = {"name": "both", "kind": "ssd", "path": ["$ROOM/$RANK", "$ROOM/$LOCAL_RANK"]}
     section = {"tiers": [own, both]}

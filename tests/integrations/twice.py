@@ -8,8 +8,6 @@ by path, one after the other, so that the frameworks are imported only once.
 RUNS is JSON: for each path the arguments of all runs, and those of the run that offloads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Backends that do what a test says, when it says so."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Loop devices: real block devices over files, with a file system or without."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload_strategy.errors import ConfigError, CorruptDataError
-from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
+from offload_strategy.io.backends.protocol import available_backends, create_backend
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 
 AVAILABLE = available_backends()
@@ -36,7 +36,7 @@ def _deepspeed_is_compiled():
 
 
 class TestBackends(Conformance):
-    def reports_failed_writes(self, backend: Backend) -> bool:
+    def reports_failed_writes(self, backend):
         return type(backend).__name__ != "DeepNvmeBackend"
 
     @pytest.fixture(params=AVAILABLE)

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -193,13 +192,13 @@ def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):
     assert cache_directory() is None
 
 
-def changed(**parts: Any) -> bytes:
+def changed(**parts):
     """A file of rates with other parts."""
     good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(RATES[READ])}
     return json.dumps({**good, **parts}).encode()
 
 
-def with_rate(**fields: Any) -> bytes:
+def with_rate(**fields):
     return changed(read={**asdict(RATES[READ]), **fields})
 
 

@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def device(file):
         yield made
 
 
-def refusal(path: Path, **options: Any) -> str:
+def refusal(path, **options):
     """Why a path is refused; nothing is left open."""
     with pytest.raises(ConfigError) as refused:
         Region(path, "raw", **options)
@@ -40,18 +39,18 @@ def refusal(path: Path, **options: Any) -> str:
     return str(refused.value)
 
 
-def is_open(device: Path) -> bool:
+def is_open(device):
     """Whether this process has a descriptor of a device."""
     return str(device) in map(os.path.realpath, Path("/proc/self/fd").iterdir())
 
 
-def put(device: Path, offset: int, data: bytes) -> None:
+def put(device, offset, data):
     with open(device, "r+b") as opened:
         opened.seek(offset)
         opened.write(data)
 
 
-def move(region: Region, offset: int, data: bytes, *, write: bool = False) -> bytes:
+def move(region, offset, data, *, write=False):
     """Write bytes, or read as many; returns what is in memory then."""
     backend = create_backend("posix", threads=1, block_size=1 * MiB)
     memory = HostMemory(len(data))

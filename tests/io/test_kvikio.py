@@ -28,12 +28,12 @@ from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 class CuFile:
     """A file as the library opens it."""
 
-    def __init__(self, library: "Library", file: str, flags: str = "r") -> None:
+    def __init__(self, library, file, flags="r"):
         self.library = library
         self._fd = os.open(file, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags] | os.O_DIRECT)
         library.open_files.append(self)
 
-    def _move(self, how: str, buf: Any, size: int, file_offset: int, task_size: int) -> Any:
+    def _move(self, how, buf, size, file_offset, task_size):
         library = self.library
         if library.error is not None:
             raise RuntimeError(library.error)
@@ -61,7 +61,7 @@ class CuFile:
     pread = partialmethod(_move, "read")
     pwrite = partialmethod(_move, "write")
 
-    def close(self) -> None:
+    def close(self):
         os.close(self._fd)
         self.library.open_files.remove(self)
 
@@ -69,7 +69,7 @@ class CuFile:
 class Library:
     """kvikio, cuFile and CUDA as far as the backend sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.settings: dict[str, Any] = {"num_threads": 1, "gds_threshold": 1 * MiB}
         self.compatibility_mode = False
         self.gds = True
@@ -90,7 +90,7 @@ class Library:
             "kvikio.cufile_driver": self.driver,
         }
 
-    def cuPointerGetAttribute(self, kind: Any, attribute: Any, address: Any) -> int:
+    def cuPointerGetAttribute(self, kind, attribute, address):
         assert attribute.value == 2
         if any(address.value in part for part in self.device):
             kind._obj.value = 2
@@ -117,7 +117,7 @@ def backend(library):
     assert library.open_files == []
 
 
-def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostMemory:
+def device_memory(library, nbytes, misalignment=0):
     memory = HostMemory(nbytes, misalignment)
     library.device.add(range(memory.address, memory.address + nbytes))
     return memory
@@ -130,7 +130,7 @@ class TestDeviceMemory(Conformance):
         yield "kvikio"
         assert library.open_files == []
 
-    def memory(self, nbytes: int, misalignment: int = 0) -> HostMemory:
+    def memory(self, nbytes, misalignment=0):
         return device_memory(self.library, nbytes, misalignment)
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ for line in sys.stdin:
 class Other:
     """Another process that uses the path, and calls its lock's methods when told to."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(place)],
             stdin=subprocess.PIPE,
@@ -46,29 +45,29 @@ class Other:
             text=True,
         )
 
-    def answers(self, seconds: float) -> bool:
+    def answers(self, seconds):
         poll = select.poll()  # takes any descriptor, unlike select
         poll.register(self.process.stdout, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
 
-    def answer(self) -> str:
+    def answer(self):
         assert self.answers(60), "the other process does not answer"
         return self.process.stdout.readline().strip()
 
-    def begin(self, method: str) -> None:
+    def begin(self, method):
         self.process.stdin.write(method + "\n")
         self.process.stdin.flush()
 
-    def call(self, method: str) -> None:
+    def call(self, method):
         self.begin(method)
         assert self.answer() == method
 
-    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+    def end(self, how=signal.SIGKILL):
         self.process.send_signal(how)
         self.process.communicate(timeout=30)
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(holds):
     deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline
@@ -94,7 +93,7 @@ def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(loc
     assert lock.others() == 0
 
 
-def acquire_in_background(lock: PathLock) -> threading.Event:
+def acquire_in_background(lock):
     acquired = threading.Event()
     threading.Thread(target=lambda: (lock.acquire(), acquired.set()), daemon=True).start()
     return acquired
@@ -151,21 +150,21 @@ class FakePathLock:
     works = True
     path = Path("/fake")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.other_processes = 1
         self.grants = threading.Semaphore(0)
         self.requests = threading.Semaphore(0)
         self.log: list[str] = []
 
-    def others(self) -> int:
+    def others(self):
         return self.other_processes
 
-    def acquire(self) -> None:
+    def acquire(self):
         self.requests.release()
         assert self.grants.acquire(timeout=30)
         self.log.append("acquired")
 
-    def release(self) -> None:
+    def release(self):
         self.log.append("released")
 
 
@@ -192,7 +191,7 @@ def queue(plain, manual, granted):
     assert granted.log[-1:] != ["acquired"], "the lock is still held"
 
 
-def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
+def grant(lock, backend, requests):
     """Grant the lock, wait until that many requests are in flight, and complete them."""
     lock.grants.release()
     until(lambda: len(backend.waiting) >= requests)

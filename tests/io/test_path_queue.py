@@ -1,13 +1,11 @@
 """The order of blocks on a path, which go in one request, and how moves end."""
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.queues.moves import Latch
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
@@ -16,7 +14,7 @@ from offload_strategy.units import PAGE_BYTES, round_up
 from tests.io.backends import ManualBackend, make_move, submit
 
 
-def order(backend: ManualBackend) -> list[int]:
+def order(backend):
     """Complete everything; the pages in the order in which they moved."""
     pages = []
     while backend.waiting:
@@ -63,11 +61,11 @@ class AdjacentBackend(ManualBackend):
 
     max_adjacent = 8
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(block_size=16 * PAGE_BYTES)
         self.together: list[list[int]] = []
 
-    def submit(self, requests: Sequence[BlockRequest]) -> None:
+    def submit(self, requests):
         end = None
         for request in requests:
             assert end is None or request.offset == end, "not adjacent"

@@ -91,7 +91,7 @@ def test_an_error_of_one_of_several_adjacent_requests_is_its_own(
     assert prepared
 
 
-def cached_pages(fd: int, nbytes: int) -> int:
+def cached_pages(fd, nbytes):
     """How many pages of a file are in the page cache."""
     system = ctypes.CDLL(None, use_errno=True)
     if not hasattr(system, "mincore"):
@@ -130,11 +130,11 @@ def pool():
     made.close(30)
 
 
-def occupy(pool: ThreadPool) -> threading.Event:
+def occupy(pool):
     """Keep a thread busy until the event is set."""
     gate, begun = threading.Event(), threading.Event()
 
-    def busy() -> None:
+    def busy():
         begun.set()
         assert gate.wait(30)
 

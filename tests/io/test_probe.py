@@ -9,16 +9,14 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from offload_strategy.errors import StorageError
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.bandwidth.probe import probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
@@ -52,20 +50,20 @@ class WatchedBackend(Backend):
     `submit`.
     """
 
-    def __init__(self, inner: Backend, fault: Callable[..., Any] = lambda *_: None) -> None:
+    def __init__(self, inner, fault=lambda *_: None):
         self.inner, self.fault = inner, fault
         self.depth, self.block_size = inner.depth, inner.block_size
         self.requests: list[tuple[bool, int, int, int]] = []
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
 
-    def submit(self, requests: Sequence[BlockRequest]) -> None:
+    def submit(self, requests):
         (request,) = requests
         number = len(self.requests)
         self.requests.append((request.write, request.offset, request.address, request.nbytes))
         error, on_done = self.fault(number, request), request.on_done
 
-        def done(outcome: BaseException | None) -> None:
+        def done(outcome):
             with self._lock:
                 self.in_flight -= 1
             on_done(error or outcome)
@@ -76,7 +74,7 @@ class WatchedBackend(Backend):
         request.on_done = done
         self.inner.submit(requests)
 
-    def close(self) -> None:
+    def close(self):
         pass  # the test's own backend is below
 
 

@@ -230,7 +230,7 @@ def test_a_directory_that_others_control_is_refused(disk, tmp_path, mode, owner,
 SIZES = st.integers(0, 4 * PAGE_BYTES)
 
 
-def place_for(taken: str, pages: int, large: bool) -> int | None:
+def place_for(taken, pages, large):
     """Where so many pages go in a region whose pages are taken (x) or free (.)."""
     free = [found.span() for found in re.finditer(r"\.+", taken)]
     fitting = [(begin, end) for begin, end in free if end - begin >= pages]

@@ -1,11 +1,8 @@
 """Unsupported optimizers are refused with the reason; the check changes nothing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +23,18 @@ from tests.optimizer.custom_optimizers import (
     noise,
 )
 from tests.optimizer.runs import EVERY_OVERLAP, offloading
-from tests.training import Numbers, assert_same_bits, in_turn, moved, on_disk, settings
+from tests.training import assert_same_bits, in_turn, moved, on_disk, settings
 
 
-def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def _parameters(*shapes, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def _train(optimizer: Any, parameters: list[nn.Parameter], count: int) -> Numbers:
+def _train(optimizer, parameters, count):
     """Take steps by closures; return the weights."""
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = torch.stack([p.sin().sum() for p in parameters]).sum()
         loss.backward()
@@ -50,12 +47,12 @@ def _train(optimizer: Any, parameters: list[nn.Parameter], count: int) -> Number
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused_with_the_reason(
-    name: str, disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    name, disk, caplog
+):
     """The trial leaves no trace: neither in what they keep, nor in random numbers."""
     make, reason = UNSUPPORTED[name]
 
-    def train(engine: OffloadEngine | None) -> Numbers:
+    def train(engine):
         torch.manual_seed(0)
         np.random.seed(0)
         parameters = _parameters((3, 4), (4,), (40, 40))
@@ -88,7 +85,7 @@ def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused
     assert "Its states stay in memory" in caplog.text
 
 
-def test_a_group_that_is_added_later_is_checked(disk: Path) -> None:
+def test_a_group_that_is_added_later_is_checked(disk):
     first, second, third = _parameters((3, 4), (4,), (2, 2))
     with offloading(disk) as engine:
         optimizer = engine.attach(None, AdamW([first]))
@@ -101,7 +98,7 @@ def test_a_group_that_is_added_later_is_checked(disk: Path) -> None:
         assert optimizer.state[third]["exp_avg"].shape == (2, 2)
 
 
-def test_parameters_without_memory_are_refused() -> None:
+def test_parameters_without_memory_are_refused():
     with torch.device("meta"):
         net = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="parameters on the meta device"):
@@ -143,8 +140,8 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
 )
 @pytest.mark.usefixtures("uncompiled")
 def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
-    kind: str, dtype: torch.dtype, precision: Precision, per_element: int | None, disk: Path
-) -> None:
+    kind, dtype, precision, per_element, disk
+):
     # Of whole pages.
     shapes: Any = ((64, 64), (32, 64), (2048,), (16, 32, 8))
     if kind in QUANTIZED:
@@ -180,14 +177,12 @@ NOISY: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("given", "overlap"), in_turn(product(NOISY, (1, 10**6)), EVERY_OVERLAP))
-def test_what_no_trial_shows_is_refused_before_weights_change(
-    given: tuple[str, int], overlap: str, disk: Path
-) -> None:
+def test_what_no_trial_shows_is_refused_before_weights_change(given, overlap, disk):
     """A scheduler makes the optimizer noisy in its third step."""
     kind, subgroup_size = given
     twist, reason = NOISY[kind]
 
-    def make() -> tuple[Any, list[nn.Parameter]]:
+    def make():
         parameters = _parameters((3, 4), (4,), (40, 40), (8,))
         return Twisted(
             parameters, lambda o, g, p, s: twist(o, g, p, s) if g["noisy"] else None, norms=[]
@@ -205,7 +200,7 @@ def test_what_no_trial_shows_is_refused_before_weights_change(
         assert_same_bits(_train(optimizer, parameters, 0), expected)
 
 
-def test_an_update_ahead_of_step_must_leave_gradients_as_they_are(disk: Path) -> None:
+def test_an_update_ahead_of_step_must_leave_gradients_as_they_are(disk):
     parameters = _parameters((3, 4), (4,))
     inner = Twisted(parameters, lambda o, g, p, s: p.grad.mul_(2) if g["noisy"] else None)
     with OffloadEngine(settings(disk)) as engine:
@@ -215,11 +210,11 @@ def test_an_update_ahead_of_step_must_leave_gradients_as_they_are(disk: Path) ->
             _train(optimizer, parameters, 1)
 
 
-def test_random_numbers_of_other_threads_are_no_reason_to_stop(disk: Path) -> None:
+def test_random_numbers_of_other_threads_are_no_reason_to_stop(disk):
     """The generators of torch belong to the process."""
     over = threading.Event()
 
-    def draw() -> None:
+    def draw():
         while not over.is_set():
             torch.rand(10)
 

@@ -1,12 +1,9 @@
 """Parameters, states and losses are the plain optimizer's to the last bit, at every step."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,7 @@ from tests.optimizer.runs import (
 from tests.training import in_turn
 
 
-def _late_gradients(run: Run) -> None:
+def _late_gradients(run):
     """Six steps; one parameter gets its first gradient in the fourth."""
     for number in range(6):
         run.optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -52,7 +49,7 @@ def _late_gradients(run: Run) -> None:
         ("that changes gradients", None, "commit"),
     ],
 )
-def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> None:
+def test_six_steps_of(name, host, overlap, disk):
     metrics = compare(_late_gradients, OPTIMIZERS[name], disk, overlap, host)
     on_disk = metrics["offload/tier/nvme/used_bytes"]
     assert (on_disk > 0) == (name != "SGD" and host != "1MiB")
@@ -61,10 +58,10 @@ def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> 
 
 
 # ---------------------------------------------------------------------- other kinds of parameters
-def _two_at_once(dtype: torch.dtype) -> Script:
+def _two_at_once(dtype):
     """Two optimizers that share a chain of layers in one dtype."""
 
-    def script(run: Run) -> None:
+    def script(run):
         run.model = make_layers(4, 6).to(dtype)
         weights = list(run.model.parameters())
         inner = AdamW(weights[:2], 1e-2), SGD(weights[2:], 1e-2, momentum=0.9)
@@ -83,7 +80,7 @@ def _two_at_once(dtype: torch.dtype) -> Script:
     return script
 
 
-def _sparse_gradients(run: Run) -> None:
+def _sparse_gradients(run):
     run.model = _sparse_model()
     run.optimizer = run.wrap(SGD(run.model.parameters(), 0.1))
     for number in range(4):
@@ -92,7 +89,7 @@ def _sparse_gradients(run: Run) -> None:
         run.step()
 
 
-def _two_that_alternate(run: Run) -> None:
+def _two_that_alternate(run):
     """A generator and a discriminator; backward of one reaches the parameters of the other."""
     torch.manual_seed(0)
     makes = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -117,7 +114,7 @@ def _two_that_alternate(run: Run) -> None:
         run.note(lost + won, first, second)
 
 
-def _sparse_model() -> Any:
+def _sparse_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3))
     for parameter in model.parameters():
@@ -126,8 +123,8 @@ def _sparse_model() -> Any:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap: str, disk: Path) -> None:
-    def script(run: Run) -> None:
+def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
+    def script(run):
         model = _sparse_model()
         optimizer = run.wrap(Adam(model.parameters(), 0.1))
         model(torch.tensor([1, 3, 3])).pow(2).sum().backward()
@@ -144,10 +141,10 @@ def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap: str, d
 
 
 # ---------------------------------------------------------------------- orders of doing things
-def _accumulate(hint: Callable[[Run, int, bool], object]) -> Script:
+def _accumulate(hint):
     """Accumulate over micro-batches; `hint` gets the number of each, and whether it is the last."""
 
-    def script(run: Run) -> None:
+    def script(run):
         number = 0
         for micro_batches in (3, 3, 1, 3):
             run.optimizer.zero_grad()
@@ -162,16 +159,16 @@ def _accumulate(hint: Callable[[Run, int, bool], object]) -> Script:
     return script
 
 
-def _edit(edit: Callable[[Any], object], when: Container[int] = range(6)) -> Script:
+def _edit(edit, when=range(6)):
     """What `edit` does to the model between backward and `step()` of some of six steps."""
 
-    def script(run: Run) -> None:
+    def script(run):
         steps(run, 6, 0, lambda number: edit(run.model) if number in when else None, extra=True)
 
     return script
 
 
-def _edit_twice(edit: Callable[[Any], object]) -> Script:
+def _edit_twice(edit):
     """What `edit` does to a weight of its own and to a tied one, in the second and last step."""
     return _edit(lambda model: (edit(model.first.weight), edit(model.embedding.weight)), (1, 5))
 
@@ -192,7 +189,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _some_inputs_only(run: Run) -> None:
+def _some_inputs_only(run):
     for number in range(4):
         run.optimizer.zero_grad()
         chosen = [run.model.first.weight, run.model.scale]
@@ -202,8 +199,8 @@ def _some_inputs_only(run: Run) -> None:
         run.step()
 
 
-def _checkpointed(reentrant: bool, outside: bool = False) -> Script:
-    def script(run: Run) -> None:
+def _checkpointed(reentrant, outside=False):
+    def script(run):
         model = run.model
         for number in range(4):
             run.optimizer.zero_grad()
@@ -219,10 +216,10 @@ def _checkpointed(reentrant: bool, outside: bool = False) -> Script:
     return script
 
 
-def _closure(run: Run) -> None:
+def _closure(run):
     for number in range(5):
 
-        def closure(number: int = number) -> torch.Tensor:
+        def closure(number=number):
             run.optimizer.zero_grad()
             loss = loss_of(run.model, number)
             loss.backward()
@@ -232,7 +229,7 @@ def _closure(run: Run) -> None:
         run.note()
 
 
-def _freeze_and_unfreeze(run: Run) -> None:
+def _freeze_and_unfreeze(run):
     model = run.model
     changes = {2: (model.frozen, True), 4: (model.first, False), 6: (model.first, True)}
     for number in range(8):
@@ -245,8 +242,8 @@ def _freeze_and_unfreeze(run: Run) -> None:
         run.step()
 
 
-def _users_hook_after_ours(run: Run) -> None:
-    def halve(parameter: torch.Tensor) -> None:
+def _users_hook_after_ours(run):
+    def halve(parameter):
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
@@ -255,7 +252,7 @@ def _users_hook_after_ours(run: Run) -> None:
     _late_gradients(run)
 
 
-def _flat_gradients(run: Run) -> None:
+def _flat_gradients(run):
     """Gradients that are views of one buffer, scaled through the buffer."""
     trained = [p for p in run.model.parameters() if p.requires_grad]
     flat = torch.zeros(sum(p.numel() for p in trained))
@@ -271,7 +268,7 @@ def _flat_gradients(run: Run) -> None:
         run.step()
 
 
-def _graph_over_gradients(run: Run) -> None:
+def _graph_over_gradients(run):
     model = run.model
     for number in range(3):
         run.optimizer.zero_grad()
@@ -285,7 +282,7 @@ def _graph_over_gradients(run: Run) -> None:
         run.step()
 
 
-def _loss_of_gradients(run: Run) -> None:
+def _loss_of_gradients(run):
     run.backward(0)
     gradient = run.model.first.weight.grad
     assert gradient is not None
@@ -345,9 +342,7 @@ EAGER_SCRIPTS = [
         *((name, "eager") for name in EAGER_SCRIPTS),
     ],
 )
-def test_the_same_numbers_with(
-    name: str, overlap: str, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_numbers_with(name, overlap, disk, monkeypatch):
     if overlap == "commit, on the disk":
         let_gradients_leave(monkeypatch)
         overlap = "commit"
@@ -355,19 +350,19 @@ def test_the_same_numbers_with(
 
 
 # ---------------------------------------------------------------------- slices of parameters
-def _whole_norm(o: Any, g: Any, p: Any, s: Any) -> Any:
+def _whole_norm(o, g, p, s):
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
     return p.grad - p.grad / p.grad.norm()
 
 
-def _odd_blocks(o: Any, g: Any, p: Any, s: Any) -> Any:
+def _odd_blocks(o, g, p, s):
     """Leaves rows out whose place in the tensor matters."""
     left_out = p.grad.clone()
     left_out[:: 1 + len(p) % 7] = 0
     return left_out
 
 
-def _projects_matrices(o: Any, g: Any, p: Any, s: Any) -> Any:
+def _projects_matrices(o, g, p, s):
     """Updates everything but matrices by element, as GaLore does."""
     return p.grad.mean(0) if p.dim() == 2 else None
 
@@ -386,10 +381,8 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(("name", "overlap"), in_turn([*ELEMENTWISE, *WHOLE], EVERY_OVERLAP))
-def test_parameters_are_sliced_where_that_gives_the_same_bits(
-    name: str, overlap: str, disk: Path
-) -> None:
-    def script(run: Run) -> None:
+def test_parameters_are_sliced_where_that_gives_the_same_bits(name, overlap, disk):
+    def script(run):
         steps(run, 5)
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
         steps(run, 1)

@@ -1,13 +1,8 @@
 """When things go wrong: every use says so, and no state is lost."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +18,11 @@ from tests.training import bits, on_disk
 
 
 @contextmanager
-def _update_fails(
-    monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException
-) -> Iterator[None]:
+def _update_fails(monkeypatch, call, error):
     """Have one of the calls of the user's class fail, counted from 0."""
     calls, real = count(), inner_step.run_update
 
-    def failing(*args: Any) -> None:
+    def failing(*args):
         if next(calls) == call:
             raise error
         real(*args)
@@ -40,7 +33,7 @@ def _update_fails(
             yield
 
 
-def test_after_closing_every_use_says_so(disk: Path) -> None:
+def test_after_closing_every_use_says_so(disk):
     with offloading(disk) as engine:
         run = Run(adamw, engine)
         steps(run, 1)
@@ -60,9 +53,7 @@ def test_after_closing_every_use_says_so(disk: Path) -> None:
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("call", [0, 1])
-def test_an_update_that_is_interrupted_loses_no_state(
-    overlap: str, call: int, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_is_interrupted_loses_no_state(overlap, call, disk, monkeypatch):
     """A checkpoint can be written after Ctrl-C, and training can go on."""
     with offloading(disk, overlap) as engine:
         run = Run(adamw, engine)
@@ -85,16 +76,14 @@ def test_an_update_that_is_interrupted_loses_no_state(
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_an_update_that_fails_between_chunks_loses_no_state(
-    masters: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_between_chunks_loses_no_state(masters, disk, monkeypatch):
     monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 512)
     dtype, section = torch.float32, {"state_dtype": "bfloat16", "subgroup_size": 10_000}
     if masters:
         dtype, section = torch.bfloat16, {"master_weights": True, "subgroup_size": 10_000}
     parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
 
-    def step() -> None:
+    def step():
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
@@ -117,14 +106,14 @@ def test_an_update_that_fails_between_chunks_loses_no_state(
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
 
 
-def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_breaks_loses_no_state(disk, monkeypatch):
     plain = Run(adamw)
     steps(plain, 2)
     with offloading(disk, "off") as engine:
         run = Run(adamw, engine)
         steps(run, 1)
 
-        def broken(*args: Any) -> int:
+        def broken(*args):
             raise OSError(5, "Input/output error")
 
         on_disk(engine)
@@ -144,7 +133,7 @@ def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.Monke
             assert saved["state"][key].keys() == state.keys()
 
 
-def test_too_small_a_tier_is_refused_before_training(disk: Path) -> None:
+def test_too_small_a_tier_is_refused_before_training(disk):
     model = nn.Linear(1000, 100)
     tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "800KiB"}]
     with OffloadEngine({"tiers": tiers, "optimizer": {"overlap": "off"}}) as engine:

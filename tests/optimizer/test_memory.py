@@ -1,11 +1,8 @@
 """What waits for `step()` in memory or on the tiers, and buffers that stay for the next step."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from offload_strategy.host_memory.arena import Arena
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.units import MiB
 from tests.optimizer.runs import (
     adamw,
@@ -34,17 +30,12 @@ from tests.training import assert_same_bits, moved, on_disk, settings, weights
 Watch = Callable[[nn.Module], None]
 
 
-def _backward(model: nn.Module) -> None:
+def _backward(model):
     width = model[0].in_features
     model(torch.ones(2, width)).pow(2).mean().backward()
 
 
-def _train(
-    model: nn.Module,
-    engine: OffloadEngine | None,
-    watch: Watch = lambda model: None,
-    steps: int = 3,
-) -> nn.Module:
+def _train(model, engine, watch=lambda model: None, steps=3):
     """Train; `watch` gets the model after each backward."""
     optimizer: Optimizer = adamw(model)
     if engine is not None:
@@ -57,7 +48,7 @@ def _train(
     return model
 
 
-def _stored(model: nn.Module) -> list[bool]:
+def _stored(model):
     """Of each large gradient, whether it is on a tier."""
     gradients = [p.grad for p in model.parameters()]
     assert all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
@@ -69,14 +60,12 @@ _WIDTH = 64
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_new_weights_stay_in_memory_where_there_is_room(
-    has_room: bool, disk: Path, monkeypatch: pytest.MonkeyPatch, aheads: list[AheadUpdate]
-) -> None:
+def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypatch, aheads):
     let_gradients_leave(monkeypatch)
     give_room_for_new_weights(monkeypatch, has_room)
     in_memory: list[bool] = []
 
-    def watch(model: nn.Module) -> None:
+    def watch(model):
         ran = aheads[len(in_memory) :]  # and not those whose states came too late
         in_memory.extend(bool(ahead.new_weights.tensors) for ahead in ran)
         on_disk(engine)  # step() would cancel what is not
@@ -95,14 +84,14 @@ def test_new_weights_stay_in_memory_where_there_is_room(
 
 @pytest.mark.parametrize("kept", ["nothing", "alias", "numpy", "strides"])
 def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use_it(
-    kept: str, disk: Path, monkeypatch: pytest.MonkeyPatch, aheads: list[AheadUpdate]
-) -> None:
+    kept, disk, monkeypatch, aheads
+):
     let_gradients_leave(monkeypatch)
     give_room_for_new_weights(monkeypatch, True)
     keeping: list[object] = []
     found: list[tuple[int, torch.Tensor]] = []
 
-    def keep(parameter: torch.Tensor) -> None:
+    def keep(parameter):
         """Runs before the engine's own hook, and sees the plain gradient."""
         if kept == "strides":
             parameter.grad = parameter.grad.t().contiguous().t()
@@ -110,7 +99,7 @@ def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use
             keeping.append(parameter.grad.numpy() if kept == "numpy" else parameter.grad.view(-1))
         found.append((parameter.grad.data_ptr(), parameter.grad.clone()))
 
-    def watch(model: nn.Module) -> None:
+    def watch(model):
         if len(found) == 1:  # others may not be updated ahead
             [(address, gradient)] = found
             new_weights = aheads[0].new_weights.tensors[0]
@@ -119,7 +108,7 @@ def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use
             # What somebody may change at any time stays where it is.
             assert _stored(model) == [kept not in ("alias", "numpy")]
 
-    def trained(engine: OffloadEngine | None, watch: Watch) -> nn.Module:
+    def trained(engine, watch):
         model = make_layers(1, _WIDTH)
         model[0].weight.register_post_accumulate_grad_hook(keep)
         return _train(model, engine, watch)
@@ -133,14 +122,12 @@ def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use
 _WIDE = 600  # a weight of 1.4 MB
 
 
-def _keeping_gradients(disk: Path, memory: str) -> OffloadEngine:
+def _keeping_gradients(disk, memory):
     options = {"gradient_memory": memory, "subgroup_size": 100_000}
     return OffloadEngine(settings(disk, optimizer=options, activations={"enabled": False}))
 
 
-def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(disk, monkeypatch):
     give_room_for_new_weights(monkeypatch, True)
     written = []
     for memory, expected in (("3MiB", [True, True, False, False]), ("1GiB", [False] * 4)):
@@ -170,7 +157,7 @@ def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(
     assert 2 * _WIDE**2 * 4 <= written[0] - written[1] <= 2 * (_WIDE**2 * 4 + 4096)
 
 
-def test_the_tiers_must_have_room_for_gradients(disk: Path) -> None:
+def test_the_tiers_must_have_room_for_gradients(disk):
     model = make_layers(4, _WIDE)
     config = settings(disk, optimizer={"gradient_memory": "1B"}, activations={"enabled": False})
     # Twice the states, once the weights, and not quite the gradients.
@@ -197,12 +184,8 @@ _WARM_UP, _STEPS = 8, 12
     ],
 )
 def test_buffers_are_not_given_back_in_each_step(
-    overlap: str,
-    activations: bool,
-    host_tier: str | None,
-    disk: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    overlap, activations, host_tier, disk, monkeypatch
+):
     if host_tier is not None:
         # Less than the states have, which step() gives back together when new ones are current.
         # Where they are on a disk, this little would also limit what lanes have idle in turns.
@@ -210,7 +193,7 @@ def test_buffers_are_not_given_back_in_each_step(
     pools: list[BufferPool] = []
 
     # A process of which everything else stays as large as it is.
-    def resident_bytes() -> int:
+    def resident_bytes():
         return 500 * MiB + sum(p.usage().held_bytes + p._limit.waiting for p in pools)
 
     monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
@@ -219,7 +202,7 @@ def test_buffers_are_not_given_back_in_each_step(
     given_back: list[int] = []
     give_back = Arena._give_back
 
-    def noted(arena: Arena, block: int) -> None:
+    def noted(arena, block):
         given_back.append(block)
         give_back(arena, block)
 

@@ -1,13 +1,9 @@
 """When updates run during backward, and where weights, states and gradients are between steps."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +12,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import AdamW
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from tests.optimizer.runs import (
     EVERY_OVERLAP,
     OPTIMIZERS,
-    MakeOptimizer,
     Run,
-    Script,
     adamw,
     compare,
     let_gradients_leave,
@@ -34,13 +27,11 @@ from tests.optimizer.runs import (
 from tests.training import assert_same_bits, in_turn, moved, on_disk, weights
 
 
-def _loss(layers: nn.Module) -> torch.Tensor:
+def _loss(layers):
     return layers(torch.ones(2, 8)).pow(2).sum()
 
 
-def test_updates_run_in_the_last_backward_and_are_committed_at_the_step(
-    disk: Path, aheads: list[AheadUpdate]
-) -> None:
+def test_updates_run_in_the_last_backward_and_are_committed_at_the_step(disk, aheads):
     # In host memory, so that no update ever waits for its states.
     with offloading(disk, host="1MiB") as engine:
         model = make_layers(4, 8)
@@ -60,7 +51,7 @@ def test_updates_run_in_the_last_backward_and_are_committed_at_the_step(
         assert engine.metrics()["offload/optimizer/redone_steps"] == 0
 
 
-def test_weights_are_written_into_their_own_storage(disk: Path) -> None:
+def test_weights_are_written_into_their_own_storage(disk):
     """Aliases of the weights, like those of an average or of a tied layer, see the update."""
     with offloading(disk) as engine:
         run = Run(adamw, engine)
@@ -75,7 +66,7 @@ def test_weights_are_written_into_their_own_storage(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
+def test_what_is_in_host_memory_stays_there(overlap, disk):
     """Half of the states never touch the disk, in whatever order updates and commits come."""
     with offloading(disk, overlap, host="1KiB") as engine:  # two layers of four
         model = make_layers(4, 8)
@@ -95,7 +86,7 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
 
 # ---------------------------------------------------------------------- eager
 #: `gradients/test_life.py` has the operators, that of loss scalers among them.
-def test_gradients_that_were_used_are_refused_from_the_first_step(disk: Path) -> None:
+def test_gradients_that_were_used_are_refused_from_the_first_step(disk):
     with offloading(disk, "eager") as engine:
         run = Run(adamw, engine)
         run.backward(0)
@@ -106,7 +97,7 @@ def test_gradients_that_were_used_are_refused_from_the_first_step(disk: Path) ->
         assert all(map(torch.equal, weights, run.model.parameters()))
 
 
-def test_weights_change_during_backward_and_gradients_are_freed(disk: Path) -> None:
+def test_weights_change_during_backward_and_gradients_are_freed(disk):
     with offloading(disk, "eager", host="1MiB") as engine:
         run = Run(adamw, engine)
         alive: list[weakref.ref[torch.UntypedStorage]] = []
@@ -124,9 +115,7 @@ def test_weights_change_during_backward_and_gradients_are_freed(disk: Path) -> N
 
 
 @pytest.mark.parametrize("by", ["optimizer", "next backward", "failure"])
-def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(
-    by: str, disk: Path
-) -> None:
+def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by, disk):
     """A loss of another optimizer's, a step that is skipped, a pass that failed."""
     with offloading(disk, "eager") as engine:
         run = Run(adamw, engine)
@@ -158,14 +147,14 @@ Clip = Callable[[nn.Module, int], object]
 
 
 @pytest.fixture(params=["memory", "disk"])
-def place(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(request, disk, monkeypatch):
     """Where gradients wait for `step()`."""
     if request.param == "disk":
         let_gradients_leave(monkeypatch)
     return disk
 
 
-def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[float, float]:
+def _steps_ahead(make, script, *where):
     """Train with and without offload; returns the steps that ran ahead, and those in vain."""
     metrics = compare(script, make, *where)
     return (
@@ -174,15 +163,15 @@ def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[floa
     )
 
 
-def _each(do: Callable[[torch.Tensor], object]) -> Clip:
+def _each(do):
     return lambda m, _: [do(p.grad) for p in m.parameters() if p.grad is not None]
 
 
-def _limit(limit: Callable[[int], float], **options: Any) -> Clip:
+def _limit(limit, **options):
     return lambda m, number: clip_grad_norm_(m.parameters(), limit(number), **options)
 
 
-def _changing_nothing(g: torch.Tensor) -> None:
+def _changing_nothing(g):
     one = torch.tensor(1.0)
     g.mul_(1).mul_(1.0).mul_(one).div_(1.0)
     torch._foreach_mul_([g], one)
@@ -232,12 +221,10 @@ CLIPS: dict[str, tuple[Clip, tuple[int, int, int]]] = {
     in_turn([*CLIPS, "a norm that bites now and then"], ["disk", "memory"]),
     indirect=["place"],
 )
-def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(
-    name: str, place: Path
-) -> None:
+def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(name, place):
     clip, (count, *expected) = CLIPS[name]
 
-    def train(run: Run) -> None:
+    def train(run):
         for number in range(count):
             run.optimizer.zero_grad()
             loss = run.backward(number)
@@ -261,10 +248,8 @@ def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(
     ],
     indirect=["place"],
 )
-def test_loss_scaling_with_overflows(
-    overlap: str, overflows: tuple[int, ...], clip: float | None, place: Path
-) -> None:
-    def train(run: Run) -> None:
+def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
+    def train(run):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
         for number in range(STEPS):
             run.optimizer.zero_grad()

@@ -1,10 +1,7 @@
 """Stored dtypes, stochastic rounding, master weights and updates in chunks, bit by bit."""
 
-from __future__ import annotations
-
 import io
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +13,10 @@ from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, copy_roun
 from offload_strategy.optimizer.user_class import inner_step
 from tests.optimizer.custom_optimizers import Twisted
 from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, MakeOptimizer, offloading, snapshot
-from tests.training import Numbers, assert_same_bits, bits, in_turn
+from tests.training import assert_same_bits, bits, in_turn
 
 
-def _come_late(o: Any, g: Any, p: torch.Tensor, s: Any) -> None:
+def _come_late(o, g, p, s):
     """Add another state in the second update."""
     if s["step"] == 2:
         s["late"] = 2 * p.detach()
@@ -35,12 +32,12 @@ BFLOAT16 = {"state_dtype": "bfloat16"}
 STEPS = 6
 
 
-def make_model(dtype: torch.dtype) -> nn.Module:
+def make_model(dtype):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 160), nn.GELU(), nn.Linear(160, 8)).to(dtype)
 
 
-def backward(model: nn.Module, number: int) -> None:
+def backward(model, number):
     generator = torch.Generator().manual_seed(number)
     dtype = next(model.parameters()).dtype
     model.zero_grad()
@@ -51,7 +48,7 @@ def backward(model: nn.Module, number: int) -> None:
 class Reference:
     """A model that a plain optimizer trains, in float32 copies or with rounded states if wanted."""
 
-    def __init__(self, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def __init__(self, name, dtype, options):
         self.model = make_model(dtype)
         self.has_masters = "master_weights" in options and dtype.itemsize == 2
         self.rounds = "state_dtype" in options and (self.has_masters or dtype is torch.float32)
@@ -62,7 +59,7 @@ class Reference:
         self.optimizer = MAKE[name](nn.ParameterList(masters))
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for parameter, master in self.pairs:
             assert parameter.grad is not None
             # Where somebody has changed the weight, it counts; elsewhere the copy has more bits.
@@ -78,7 +75,7 @@ class Reference:
                     state[name] = value.to(torch.bfloat16).to(value.dtype)
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+    def state(self):
         """As of an optimizer of the model's parameters."""
         states = {p: dict(self.optimizer.state[master]) for p, master in self.pairs}
         for parameter, master in self.pairs if self.has_masters else ():
@@ -86,7 +83,7 @@ class Reference:
         return states
 
 
-def of(model: nn.Module, optimizer: Any) -> Numbers:
+def of(model, optimizer):
     return snapshot(model, optimizer, gradients=False)
 
 
@@ -125,9 +122,7 @@ WITHOUT_EFFECT: list[Section] = [
         *(("AdamW", section, "commit") for section in WITHOUT_EFFECT),
     ],
 )
-def test_six_steps_of(
-    name: str, section: Section, overlap: str, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_six_steps_of(name, section, overlap, disk, monkeypatch):
     """With weights that somebody changes between steps, clipping, and a checkpoint in between."""
     monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 256)
     dtype, options = section
@@ -161,9 +156,7 @@ def test_six_steps_of(
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Adam amsgrad fused", "SGD momentum"])
-def test_loading_casts_states_as_a_plain_optimizer_does(
-    name: str, own: torch.dtype, stored: torch.dtype, disk: Path
-) -> None:
+def test_loading_casts_states_as_a_plain_optimizer_does(name, own, stored, disk):
     source = make_model(stored)
     giver = MAKE[name](source)
     backward(source, 0)
@@ -182,14 +175,14 @@ def test_loading_casts_states_as_a_plain_optimizer_does(
 
 
 # ---------------------------------------------------------------------- stochastic rounding
-def _rounded(value: float, update: int, count: int = 4096) -> torch.Tensor:
+def _rounded(value, update, count=4096):
     stored = torch.empty(count, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(update)
     copy_rounded(stored, torch.full((count,), value), generator)
     return stored
 
 
-def test_stochastic_rounding_keeps_the_mean_and_values_of_bfloat16() -> None:
+def test_stochastic_rounding_keeps_the_mean_and_values_of_bfloat16():
     value = 1.0 + 0.3 / 128  # three tenths of a step above 1
     stored = _rounded(value, 0)
     assert set(stored.tolist()) == {1.0, 1.0 + 1 / 128}
@@ -202,7 +195,7 @@ def test_stochastic_rounding_keeps_the_mean_and_values_of_bfloat16() -> None:
         assert bits(_rounded(kept, 0)) == bits(exact)
 
 
-def test_small_changes_add_up_only_with_stochastic_rounding(disk: Path) -> None:
+def test_small_changes_add_up_only_with_stochastic_rounding(disk):
     """An average that decays by a thousandth a step, which is less than a step of bfloat16."""
     left = {}
     for stochastic in (False, True):

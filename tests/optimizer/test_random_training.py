@@ -1,7 +1,5 @@
 """Random training scripts: an offloaded run must agree with a plain one after every action."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from pathlib import Path
@@ -49,7 +47,7 @@ class AnyTraining(RuleBasedStateMachine):
         host=st.sampled_from([None, "2KiB", "1MiB"]),
         activations=st.booleans(),
     )
-    def start(self, kind: str, overlap: str, host: str | None, activations: bool) -> None:
+    def start(self, kind, overlap, host, activations):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name)
         config = engine_settings(
@@ -63,12 +61,12 @@ class AnyTraining(RuleBasedStateMachine):
         self.runs[1].optimizer = self.engine.attach(self.runs[1].model, self.runs[1].optimizer)
         self.graphs: list[list[torch.Tensor]] = []
 
-    def check(self) -> None:
+    def check(self):
         plain, offloaded = (snapshot(run.model, run.optimizer) for run in self.runs)
         assert_same_bits(offloaded, plain)
 
     @rule(number=st.integers(0, 5), extra=st.booleans(), last=st.sampled_from([None, True, False]))
-    def forward_and_backward(self, number: int, extra: bool, last: bool | None) -> None:
+    def forward_and_backward(self, number, extra, last):
         if last is not None:
             self.engine.microbatch(0, last=last)
         for run in self.runs:
@@ -77,12 +75,12 @@ class AnyTraining(RuleBasedStateMachine):
         self.check()
 
     @rule(number=st.integers(0, 5))
-    def forward_only(self, number: int) -> None:
+    def forward_only(self, number):
         self.graphs.append([loss_of(run.model, number) for run in self.runs])
         del self.graphs[:-2]
 
     @rule()
-    def backward_of_an_older_forward(self) -> None:
+    def backward_of_an_older_forward(self):
         if not self.graphs:
             return
         results = []
@@ -96,41 +94,41 @@ class AnyTraining(RuleBasedStateMachine):
         self.check()
 
     @rule(times=st.integers(1, 2))
-    def step(self, times: int) -> None:
+    def step(self, times):
         for run in self.runs:
             for _ in range(times):
                 run.optimizer.step()
         self.check()
 
     @rule(whole=st.booleans(), to_none=st.booleans())
-    def zero_grad(self, whole: bool, to_none: bool) -> None:
+    def zero_grad(self, whole, to_none):
         for run in self.runs:
             (run.model if whole else run.optimizer).zero_grad(set_to_none=to_none)
 
     @rule(norm=st.sampled_from([1e-3, 0.5, 1e6]))
-    def clip(self, norm: float) -> None:
+    def clip(self, norm):
         for run in self.runs:
             nn.utils.clip_grad_norm_(run.model.parameters(), norm)
 
     @rule(name=st.sampled_from(NAMES), edit=st.sampled_from(list(GRADIENT_EDITS)))
-    def edit_a_gradient(self, name: str, edit: str) -> None:
+    def edit_a_gradient(self, name, edit):
         for run in self.runs:
             if run.model.get_parameter(name).grad is not None:
                 GRADIENT_EDITS[edit](run.model.get_parameter(name))
 
     @rule(name=st.sampled_from(NAMES), edit=st.sampled_from(list(PARAMETER_EDITS)))
-    def edit_a_parameter(self, name: str, edit: str) -> None:
+    def edit_a_parameter(self, name, edit):
         for run in self.runs:
             PARAMETER_EDITS[edit](run.model.get_parameter(name))
 
     @rule(lr=st.sampled_from([1e-3, 1e-2, 0.05]))
-    def change_the_learning_rate(self, lr: float) -> None:
+    def change_the_learning_rate(self, lr):
         for run in self.runs:
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
 
     @rule(name=st.sampled_from(NAMES), delete=st.booleans())
-    def edit_or_delete_a_state(self, name: str, delete: bool) -> None:
+    def edit_or_delete_a_state(self, name, delete):
         for run in self.runs:
             parameter, states = run.model.get_parameter(name), run.optimizer.state
             if parameter not in states:
@@ -146,7 +144,7 @@ class AnyTraining(RuleBasedStateMachine):
         self.check()
 
     @rule(crosswise=st.booleans())
-    def save_and_load(self, crosswise: bool) -> None:
+    def save_and_load(self, crosswise):
         saved = [
             copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict())) for run in self.runs
         ]
@@ -157,7 +155,7 @@ class AnyTraining(RuleBasedStateMachine):
             run.optimizer.load_state_dict(states)
         self.check()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "engine"):
             return
         self.graphs.clear()

@@ -1,12 +1,9 @@
 """State dicts and states are those of the plain optimizer, both ways, quantized ones as well."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from tests.optimizer.custom_optimizers import QUANTIZED
 from tests.optimizer.runs import (
@@ -49,7 +45,7 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def test_a_state_dict_is_a_copy(disk: Path) -> None:
+def test_a_state_dict_is_a_copy(disk):
     with offloading(disk) as engine:
         run = Run(adamw, engine)
         steps(run, 1)
@@ -77,16 +73,14 @@ def test_a_state_dict_is_a_copy(disk: Path) -> None:
     ),
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_checkpoints_go_both_ways(
-    name: str, overlap: str, pending: bool, through_a_file: bool, disk: Path
-) -> None:
+def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
     """Plain, offloaded, and changing over in the middle: all the same."""
     quantized = name in QUANTIZED
 
-    def new_run(engine: Any = None) -> Run:
+    def new_run(engine=None):
         return Run(MAKE[name], engine, overlap == "eager", WideNet if quantized else make_net)
 
-    def handed_over(run: Run, engine: Any) -> Run:
+    def handed_over(run, engine):
         state: Any = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
         if through_a_file or quantized:
             file = io.BytesIO()
@@ -123,9 +117,7 @@ def test_checkpoints_go_both_ways(
         assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
-def test_loading_a_state_dict_of_another_model_is_refused_and_changes_nothing(
-    disk: Path,
-) -> None:
+def test_loading_a_state_dict_of_another_model_is_refused_and_changes_nothing(disk):
     other = AdamW(nn.Linear(2, 2).parameters())
     with offloading(disk) as engine:
         run = Run(adamw, engine)
@@ -137,7 +129,7 @@ def test_loading_a_state_dict_of_another_model_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
+def test_the_state_reads_like_a_dictionary(overlap, disk):
     plain = Run(adamw)
     with offloading(disk, overlap) as engine:
         run = Run(adamw, engine)
@@ -156,12 +148,12 @@ def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- quantized states
-def test_updates_are_compiled_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_compiled_once(disk, monkeypatch):
     # Inductor takes many seconds for each graph.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled = torch._dynamo.utils.counters["stats"]
 
-    def train(engine: OffloadEngine | None = None) -> tuple[list[Any], Optimizer]:
+    def train(engine=None):
         model = make_layers(2, 64)
         optimizer = QUANTIZED["torchao AdamW8bit"](model)
         if engine is not None:
@@ -183,9 +175,7 @@ def test_updates_are_compiled_once(disk: Path, monkeypatch: pytest.MonkeyPatch) 
             assert len({each[-1] for each in offloaded[1:]}) == 1  # nothing was compiled again
 
 
-def _assert_refused(
-    disk: Path, model: nn.Module, optimizer: Optimizer, reason: str, **section: str
-) -> None:
+def _assert_refused(disk, model, optimizer, reason, **section):
     with (
         offloading(disk, optimizer={"enabled": True, **section}) as engine,
         pytest.raises(ConfigError, match=reason),
@@ -194,30 +184,30 @@ def _assert_refused(
 
 
 @pytest.mark.parametrize("name", ["momentum", "torchao AdamW8bit", "bitsandbytes AdamW8bit"])
-def test_quantized_states_are_not_rounded_once_more(name: str, disk: Path) -> None:
+def test_quantized_states_are_not_rounded_once_more(name, disk):
     model = WideNet()
     reason = r"quantizes its states itself.*state_dtype.*float32"
     _assert_refused(disk, model, QUANTIZED[name](model), reason, state_dtype="bfloat16")
 
 
-def test_parameters_that_an_optimizer_moves_are_refused(disk: Path) -> None:
+def test_parameters_that_an_optimizer_moves_are_refused(disk):
     model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
     optimizer = QUANTIZED["bitsandbytes AdamW8bit"](model)
     _assert_refused(disk, model, optimizer, "make them contiguous")
 
 
-def test_random_rounding_is_refused(disk: Path) -> None:
+def test_random_rounding_is_refused(disk):
     model = nn.Linear(64, 64).bfloat16()
     optimizer = QUANTIZED["torchao AdamW8bit"](model, bf16_stochastic_round=True)
     _assert_refused(disk, model, optimizer, "draws random numbers")
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-def test_parameters_may_override_settings(overlap: str, disk: Path) -> None:
+def test_parameters_may_override_settings(overlap, disk):
     """Transformers does that for embeddings, whose states then have 32 bits."""
     manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
 
-    def overridden(engine: OffloadEngine | None = None) -> Run:
+    def overridden(engine=None):
         run = Run(QUANTIZED["bitsandbytes AdamW8bit"], engine, overlap == "eager", WideNet)
         manager.initialize()
         manager.register_module_override(run.model.embedding, "weight", {"optim_bits": 32})
@@ -240,13 +230,13 @@ def test_parameters_may_override_settings(overlap: str, disk: Path) -> None:
 class LoadsByItself(AdamW):
     """As torchao's and bitsandbytes' do, it sees what is loaded, and casts it."""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         super().__setstate__(state)
 
 
 @pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit", None])
 @pytest.mark.usefixtures("uncompiled")
-def test_loading_does_not_round_master_weights(name: str | None, disk: Path) -> None:
+def test_loading_does_not_round_master_weights(name, disk):
     model = nn.Linear(64, 64).bfloat16()
     with offloading(disk, optimizer={"master_weights": True}) as engine:
         inner = QUANTIZED[name](model) if name else LoadsByItself(model.parameters(), lr=1e-3)

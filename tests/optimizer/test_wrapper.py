@@ -1,19 +1,16 @@
 """The offloaded optimizer behaves like the optimizer that it wraps."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -49,8 +46,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     ("name", "first", "overlap"),
     in_turn(SCHEDULERS, ["the optimizer", "the scheduler"], ["commit", "eager"]),
 )
-def test_schedulers_steer_the_optimizer(name: str, first: str, overlap: str, disk: Path) -> None:
-    def script(run: Run) -> None:
+def test_schedulers_steer_the_optimizer(name, first, overlap, disk):
+    def script(run):
         inner: Any = AdamW(run.model.parameters(), 1e-2)
         if first == "the scheduler":
             scheduler = SCHEDULERS[name](inner)
@@ -71,7 +68,7 @@ def test_schedulers_steer_the_optimizer(name: str, first: str, overlap: str, dis
         compare(script, None, disk, overlap)
 
 
-def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(disk: Path) -> None:
+def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(disk):
     with offloading(disk) as engine:
         run = Run(adamw, engine)
         scheduler = schedulers.StepLR(run.optimizer, 1)
@@ -84,10 +81,10 @@ def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(di
     ("when", "overlap"),
     [("between steps", "commit"), ("before a step", "commit"), ("between steps", "off")],
 )
-def test_groups_may_be_added_and_changed_by_hand(when: str, overlap: str, disk: Path) -> None:
+def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
     """Plain, if unusual: the optimizer updates what its groups name at the time of the step."""
 
-    def script(run: Run) -> None:
+    def script(run):
         model = run.model
         some = [model.first.weight, model.norm.weight, model.out.weight]
         chosen = {id(parameter) for parameter in some}
@@ -118,19 +115,19 @@ def test_groups_may_be_added_and_changed_by_hand(when: str, overlap: str, disk: 
 class KeepsParameters(list[nn.Parameter]):
     """A hook as averages of weights have: an update of a subgroup does not run hooks."""
 
-    def __call__(self, *_: Any) -> None: ...
+    def __call__(self, *_): ...
 
 
-def test_hooks_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
-    def script(run: Run) -> list[Any]:
+def test_hooks_are_called_as_for_the_plain_optimizer(disk):
+    def script(run):
         calls: list[Any] = []
         optimizer = run.optimizer
 
-        def pre(its: Any, args: Any, kwargs: Any) -> None:
+        def pre(its, args, kwargs):
             assert args[0] is its is optimizer
             calls.append(("pre", type(args), len(args), kwargs, run.model.scale.item()))
 
-        def post(its: Any, args: Any, kwargs: Any) -> None:
+        def post(its, args, kwargs):
             momentum = its.state[run.model.scale]["exp_avg"].item()
             calls.append(("post", type(args), len(args), kwargs, momentum))
 
@@ -152,7 +149,7 @@ def test_hooks_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         return calls
 
-    def make(model: nn.Module) -> Optimizer:
+    def make(model):
         optimizer = adamw(model)
         optimizer.register_step_post_hook(KeepsParameters(model.parameters()))
         return optimizer
@@ -164,7 +161,7 @@ def test_hooks_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_it_cannot_be_copied_and_says_what_to_do(copied: Callable[[Any], Any], disk: Path) -> None:
+def test_it_cannot_be_copied_and_says_what_to_do(copied, disk):
     with offloading(disk) as engine:
         run = Run(adamw, engine)
         with pytest.raises(TypeError, match=r"state_dict\(\) instead"):
@@ -174,7 +171,7 @@ def test_it_cannot_be_copied_and_says_what_to_do(copied: Callable[[Any], Any], d
 # ---------------------------------------------------------------------- the one that was wrapped
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "deleted"])
-def test_the_inner_one_does_not_step_by_itself(overlap: str, kept: bool, disk: Path) -> None:
+def test_the_inner_one_does_not_step_by_itself(overlap, kept, disk):
     model = make_net()
     inner = adamw(model)
     with offloading(disk, overlap) as engine:
@@ -198,30 +195,30 @@ class Counting(torch.optim.SGD):
 
     kind = "counting"
 
-    def __new__(cls, parameters: Any, *, label: str) -> Counting:
+    def __new__(cls, parameters, *, label):
         return super().__new__(cls)
 
-    def __init__(self, parameters: Any, *, label: str) -> None:
+    def __init__(self, parameters, *, label):
         super().__init__(parameters, 0.1, fused=True)
         self.label, self.counted = label, 0
 
-    def count(self) -> int:
+    def count(self):
         self.counted += 1
         return self.counted
 
     @property
-    def title(self) -> str:
+    def title(self):
         return self.label.upper()
 
 
 class Final(torch.optim.SGD):
     """Has no subclasses."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls):
         raise TypeError("final")
 
 
-def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk: Path) -> None:
+def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
     net = make_net()
     with offloading(disk) as engine:
         inner = Counting(net.parameters(), label="mine")
@@ -242,7 +239,7 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk: Path) -> 
         assert (inner.label, inner.counted) == ("ours", 1)
 
 
-def test_a_class_that_refuses_subclasses_is_wrapped_all_the_same(disk: Path) -> None:
+def test_a_class_that_refuses_subclasses_is_wrapped_all_the_same(disk):
     net = make_net()
     with offloading(disk, "commit") as engine:
         optimizer = engine.attach(net, Final(net.parameters(), 0.1))

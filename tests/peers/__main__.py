@@ -9,8 +9,6 @@ data that its tests would load from a hub are made in it (`stand_ins.py`). The r
 test that passes without offload and fails with it the last line of the error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,11 +3,8 @@
 Those for GPUs and for FSDP version 1 are left out.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ _SCRIPTS = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop"
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", _SCRIPTS)
-def test_script(script: str, processes: int, tmp_path: Path) -> None:
+def test_script(script, processes, tmp_path):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
     launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     name = f"accelerate.test_utils.scripts.{script}"

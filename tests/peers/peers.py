@@ -6,8 +6,6 @@ backward passes of a test are noted as one digest: with offload they must be the
 test itself asserts. Random numbers are seeded before each test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -4,8 +4,6 @@ A folder of that name in the directory from which the tests run is taken for the
 are of the same architectures and as tiny, with random weights.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

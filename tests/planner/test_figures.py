@@ -286,12 +286,12 @@ def test_forward_flops_are_a_quarter_of_megatrons_formula():
     assert ours == pytest.approx(formula, rel=1e-12)
 
 
-def spelled_out(shape: TransformerShape) -> TransformerShape:
+def spelled_out(shape):
     """With the sizes that follow from others by default."""
     return dataclasses.replace(shape, feed_forward=shape.inner, kv_heads=shape.keys_heads)
 
 
-def keys(names: str, *values: object) -> dict[str, object]:
+def keys(names, *values):
     return dict(zip(names.split(), values, strict=True))
 
 

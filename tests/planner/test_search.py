@@ -28,15 +28,15 @@ OFFLOADS = ((False, False), (True, False), (True, True))
 COMMITS = (4, 1, 1024, 8, True)
 
 
-def request(model="gpt3-13b", gpu="4090", ssd="12xP5510", memory=768 * GiB) -> Request:
+def request(model="gpt3-13b", gpu="4090", ssd="12xP5510", memory=768 * GiB):
     return Request(preset(model), device(gpu), drive_set(ssd), memory)
 
 
-def drives(rate: float) -> Drive:
+def drives(rate):
     return Drive("made-up", rate, rate, 100 * 10**12)
 
 
-def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9) -> Request:
+def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9):
     """One on which everything is short: eight layers, of which each choice matters."""
     shape = TransformerShape("gpt", 8, 2048, 16, 8192, max_positions=1024)
     gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": ""})
@@ -49,11 +49,11 @@ BETTER = [
 ]
 
 
-def placed(run: Request, *settings, **more):
+def placed(run, *settings, **more):
     return GpuModel(run).place(Settings(*settings, **more))
 
 
-def timed(run: Request, *settings, **more):
+def timed(run, *settings, **more):
     return GpuModel(run).step_time(placed(run, *settings, **more))
 
 
@@ -115,7 +115,7 @@ def test_what_fits_nowhere_is_refused_with_the_reason(run, short):
 
 
 # ------------------------------------------------------------------ the fastest
-def on_small_cpu(memory: float, rate: float):
+def on_small_cpu(memory, rate):
     return on_cpu(memory * GiB, rate, rate, dataclasses.replace(GPT_98M, layers=6))
 
 

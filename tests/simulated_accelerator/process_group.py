@@ -5,8 +5,6 @@ returns at once. Its future is done when it is queued, and waiting for it makes 
 wait, not the host. The bytes are moved by gloo when the stream reaches the collective.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from datetime import timedelta

@@ -16,8 +16,6 @@ The module itself is `torch.sim`: what PyTorch asks of the Python module of a de
 controls of the simulation.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import os

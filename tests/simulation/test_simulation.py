@@ -3,13 +3,8 @@
 ``make simulate`` runs 10,000 seeds, and ``make simulate SEED=n`` one of them again.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,12 +26,12 @@ _WORLDS, _TRAININGS = 300, 10
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _tiny() -> Iterator[None]:
+def _tiny():
     with tiny_world():
         yield
 
 
-def seeds(usual: int, share: int = 1) -> range:
+def seeds(usual, share=1):
     if (seed := os.environ.get("SEED")) is not None:
         return range(int(seed), int(seed) + 1)
     if (count := os.environ.get("SEEDS")) is not None:
@@ -44,7 +39,7 @@ def seeds(usual: int, share: int = 1) -> range:
     return range(commits() * usual, (commits() + 1) * usual)
 
 
-def test_every_seed_ends_with_the_right_bytes_and_nothing_left() -> None:
+def test_every_seed_ends_with_the_right_bytes_and_nothing_left():
     for seed in seeds(_WORLDS):
         try:
             simulate(Random(seed))
@@ -54,16 +49,16 @@ def test_every_seed_ends_with_the_right_bytes_and_nothing_left() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_the_shortest_order_of_events_that_fails(random: Random) -> None:
+def test_the_shortest_order_of_events_that_fails(random):
     simulate(random, steps=15)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_seed_gives_the_same_run_again(number: int) -> None:
+def test_a_seed_gives_the_same_run_again(number):
     assert simulate(Random(number)) == simulate(Random(number))
 
 
-def train(engine: OffloadEngine | None) -> training.Numbers:
+def train(engine):
     model = make_net()
     optimizer = training.attached(engine, model, AdamW(model.parameters(), 1e-2))
     for number in range(3):
@@ -73,7 +68,7 @@ def train(engine: OffloadEngine | None) -> training.Numbers:
     return training.weights(model)
 
 
-def _region(path: Path, *_: Any, **__: Any) -> SimulatedRegion:
+def _region(path, *_, **__):
     """A region with delays, and with faults that are repaired."""
     choose = Shim.scheduler.random.choice
     made = SimulatedRegion(Shim.scheduler.system, 4 << 20, path)
@@ -82,9 +77,7 @@ def _region(path: Path, *_: Any, **__: Any) -> SimulatedRegion:
     return made
 
 
-def test_training_has_the_same_weights_with_every_seed(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_has_the_same_weights_with_every_seed(disk, monkeypatch):
     monkeypatch.setattr(writer, "_WORTH_BYTES", 1 << 30)  # the addresses of tensors are chance
     expected = train(None)
     for seed in seeds(_TRAININGS, share=50):

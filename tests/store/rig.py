@@ -1,7 +1,5 @@
 """A store over one ssd tier whose disk obeys the test, and what is asked of it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

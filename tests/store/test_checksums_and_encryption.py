@@ -25,10 +25,10 @@ UNIT = 512 * KiB
 NBYTES = 2 * UNIT + 70 * PAGE + 100
 
 
-def damaged(now: bytes, old: bytes) -> dict[str, bytes]:
+def damaged(now, old):
     """What may be on the disk instead of `now`, where `old` was before."""
 
-    def partly_old(begin: int, end: int) -> bytes:
+    def partly_old(begin, end):
         return now[:begin] + old[begin:end] + now[end:]
 
     pages = (0, 64, UNIT // PAGE - 1, UNIT // PAGE, NBYTES // PAGE - 1, NBYTES // PAGE)

@@ -197,14 +197,14 @@ def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig):
 
 
 # ---------------------------------------------------------------------- whole pages
-def _into_a_page(nbytes: int, shift: int) -> torch.Tensor:
+def _into_a_page(nbytes, shift):
     """Random bytes that begin so far into a page, in memory that reaches further either way."""
     whole = noise(nbytes + 3 * PAGE)
     start = -whole.data_ptr() % PAGE + shift
     return whole[start : start + nbytes]
 
 
-def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
+def _bytes_before(tensor, count):
     return ctypes.string_at(tensor.data_ptr() - count, count)
 
 

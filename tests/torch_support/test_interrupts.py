@@ -1,9 +1,6 @@
 """Ctrl-C never cuts bookkeeping in two and is never lost, and grad mode is what it was."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -44,12 +41,12 @@ def test_a_handler_of_the_program_is_called_and_an_ignored_signal_is_left_alone(
 
 
 @contextmanager
-def nested() -> Iterator[None]:
+def nested():
     with no_grad():
         yield
 
 
-def test_a_block_that_never_began_changes_nothing_later() -> None:
+def test_a_block_that_never_began_changes_nothing_later():
     """As when a signal comes just after the begin, and the traceback goes some time later."""
     with torch.no_grad():
         begun = nested()
@@ -60,14 +57,14 @@ def test_a_block_that_never_began_changes_nothing_later() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_grad_mode_is_restored_however_a_block_or_a_function_ends(before: bool) -> None:
-    def fail() -> None:
+def test_grad_mode_is_restored_however_a_block_or_a_function_ends(before):
+    def fail():
         with nested():
             assert not torch.is_grad_enabled()
             raise KeyboardInterrupt
 
     @keeps_grad_mode
-    def interrupted() -> None:
+    def interrupted():
         torch.set_grad_enabled(not before)  # and a block begins and never ends
         raise KeyboardInterrupt
 

@@ -1,39 +1,32 @@
 """Engines that stream weights; a test that needs another setting parametrizes it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from offload_strategy import OffloadEngine
 from offload_strategy.weights import block_residency
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from tests.weights.support import streaming
 
 
 @pytest.fixture
-def overlap() -> str:
+def overlap():
     """When updates run; with "in memory", states of the optimizer are not offloaded."""
     return "commit"
 
 
 @pytest.fixture
-def activations() -> bool:
+def activations():
     """Whether they are offloaded."""
     return True
 
 
 @pytest.fixture
-def parameters() -> dict[str, Any]:
+def parameters():
     """Options of streaming."""
     return {}
 
 
 @pytest.fixture
-def sections(overlap: str, activations: bool, parameters: dict[str, Any]) -> dict[str, Any]:
+def sections(overlap, activations, parameters):
     return {
         "optimizer": {"enabled": False} if overlap == "in memory" else {"overlap": overlap},
         "activations": {"enabled": activations},
@@ -42,25 +35,25 @@ def sections(overlap: str, activations: bool, parameters: dict[str, Any]) -> dic
 
 
 @pytest.fixture
-def engine(disk: Path, sections: dict[str, Any]) -> Iterator[OffloadEngine]:
+def engine(disk, sections):
     with streaming(disk, **sections) as made:
         yield made
 
 
 @pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_room(monkeypatch):
     """So that what is accessed outside its block leaves at once, as in large models."""
     monkeypatch.setattr(block_residency, "_ACCESSED_BYTES", 0)
 
 
 @pytest.fixture
-def accessed(monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeight]:
+def accessed(monkeypatch):
     """The weights that are accessed outside their blocks."""
     seen: list[StreamedWeight] = []
     residency = block_residency.BlockResidency
     usual = residency._on_access
 
-    def noted(self: Any, weight: StreamedWeight) -> None:
+    def noted(self, weight):
         seen.append(weight)
         usual(self, weight)
 

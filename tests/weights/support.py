@@ -1,7 +1,5 @@
 """A small model of repeated blocks, and runs of it with and without streamed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature, signature
 from operator import call

@@ -1,7 +1,5 @@
 """Streamed weights that are copied, saved, loaded, changed by hand and looked at."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -46,18 +44,18 @@ from tests.weights.support import (
 
 
 # ---------------------------------------------------------------------- copies, files, precision
-def _saved(model: Any) -> Any:
+def _saved(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def _pickled(model: Any) -> Any:
+def _pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def tied_and_tagged() -> Any:
+def tied_and_tagged():
     model = net()
     model.head.weight = model.stem.weight
     for name, parameter in model.named_parameters():
@@ -214,26 +212,26 @@ def test_what_gets_past_torch_functions_never_finds_plausible_numbers(engine, wa
 
 
 # ---------------------------------------------------------------------- between steps
-def _tie(model: Any) -> None:
+def _tie(model):
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.head.weight = model.stem.weight
 
 
-def _replace_a_block(model: Any) -> None:
+def _replace_a_block(model):
     torch.manual_seed(8)
     model.blocks[1] = Block()
 
 
-def _replace_a_parameter(model: Any) -> None:
+def _replace_a_parameter(model):
     model.blocks[1].up.weight = nn.Parameter(noise(16, 8, seed=8))
 
 
-def _remove_a_block(model: Any) -> None:
+def _remove_a_block(model):
     del model.blocks[1]
 
 
-def _initialize(model: Any) -> None:
-    def fill(module: nn.Module) -> None:
+def _initialize(model):
+    def fill(module):
         if isinstance(module, nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             nn.init.uniform_(module.bias, -0.1, 0.1)
@@ -248,7 +246,7 @@ def _initialize(model: Any) -> None:
     nn.init.zeros_(model.head.bias)
 
 
-def _through_numpy_and_dlpack(model: Any) -> None:
+def _through_numpy_and_dlpack(model):
     for parameter in model.parameters():
         array = parameter.detach().numpy()
         array *= 0.5
@@ -257,7 +255,7 @@ def _through_numpy_and_dlpack(model: Any) -> None:
         torch.utils.dlpack.from_dlpack(parameter.detach()).mul_(0.5)
 
 
-def _in_place(model: Any) -> None:
+def _in_place(model):
     parameters = list(model.parameters())
     with torch.no_grad():
         torch.linspace(0.1, 0.9, 8, out=model.blocks[2].gain)  # before anything else loads it
@@ -274,7 +272,7 @@ def _in_place(model: Any) -> None:
             parameter.clamp_(-0.4, 0.4)
 
 
-def _data_set(model: Any) -> None:
+def _data_set(model):
     for number, parameter in enumerate(model.parameters()):
         if number % 2:
             parameter.data = noise(*parameter.shape, seed=number)
@@ -283,7 +281,7 @@ def _data_set(model: Any) -> None:
                 parameter.set_(noise(*parameter.shape, seed=number))
 
 
-def _through_a_view_that_was_kept(model: Any) -> None:
+def _through_a_view_that_was_kept(model):
     views = [parameter.data.view(-1)[:3] for parameter in model.parameters()]
     with torch.no_grad():
         loss(model)
@@ -291,19 +289,19 @@ def _through_a_view_that_was_kept(model: Any) -> None:
         view.fill_(0.5)
 
 
-def _through_a_storage(model: Any) -> None:
+def _through_a_storage(model):
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         storage.copy_(noise(*parameter.shape, seed=3).untyped_storage())
 
 
-def _through_a_vector(model: Any) -> None:
+def _through_a_vector(model):
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
 
 
-def _through_a_vector_and_changed(model: Any) -> None:
+def _through_a_vector_and_changed(model):
     """One storage has all weights then, and each weight counts its changes for itself."""
     _through_a_vector(model)
     with torch.no_grad():
@@ -312,7 +310,7 @@ def _through_a_vector_and_changed(model: Any) -> None:
                 parameter.mul_(0.99)
 
 
-def _average(model: Any) -> Numbers:
+def _average(model):
     averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     for _ in range(2):
         averaged.update_parameters(model)

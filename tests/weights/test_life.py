@@ -1,12 +1,10 @@
 """Streamed weights from attach to close: disks that fail, errors in a step, and other threads."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +17,6 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.training import (
-    Numbers,
     assert_same_bits,
     assert_same_history,
     bits,
@@ -45,7 +42,7 @@ from tests.weights.support import (
 )
 
 
-def gradients_of(model: Any) -> Numbers:
+def gradients_of(model):
     return step(model, None, look=gradients)
 
 
@@ -133,7 +130,7 @@ def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypa
     store = engine._resources.store
     real, calls = store.put, []
 
-    def put(*args: Any, **options: Any) -> Any:
+    def put(*args, **options):
         calls.append(args)
         if len(calls) == 5:
             raise StorageError("the disk fails")
@@ -153,7 +150,7 @@ def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(engine, monkey
     engine.attach(model)
     on_disk(engine)
 
-    def fail(ticket: Any) -> Any:
+    def fail(ticket):
         raise StorageError("the disk fails")
 
     with monkeypatch.context() as broken:
@@ -193,7 +190,7 @@ RECOMPUTED = ["reentrant", "non-reentrant", "two reentrant"]
 def test_an_error_leaves_no_weight_in_use(model, optimizer, engine, place, recomputed, error):
     """After steps that fail, training has the numbers of one in which none did."""
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         if not recomputed or torch._C._current_graph_task_id() != -1:
             raise error
 
@@ -214,7 +211,7 @@ def test_an_error_leaves_no_weight_in_use(model, optimizer, engine, place, recom
 @pytest.mark.parametrize("at_once", [True, False], ids=["and then the end", "and passes after it"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_and_no_step_after_it(engine, error, at_once):
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise error
 
     model, expected = net(), weights(net())
@@ -256,7 +253,7 @@ def test_a_touch_that_fails_leaves_no_turn_open(engine):
 
 # ---------------------------------------------------------------------- threads
 @pytest.fixture
-def impatient_threads() -> Iterator[None]:
+def impatient_threads():
     """So that threads take turns as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -268,7 +265,7 @@ def impatient_threads() -> Iterator[None]:
 def test_two_threads_infer_with_one_model(engine):
     model = build("GPT-2").eval()
 
-    def infer(number: int) -> torch.Tensor:
+    def infer(number):
         with torch.no_grad():
             return model(batch("GPT-2", number)["input_ids"]).logits.clone()
 
@@ -308,7 +305,7 @@ def test_a_thread_that_watches_while_another_trains(model, optimizer):
     """As one that logs norms does: what it sees is of one step or another, and never NaN."""
     over, seen = threading.Event(), []
 
-    def watch() -> None:
+    def watch():
         while not over.is_set():
             for parameter in model.parameters():
                 seen.append(bool(torch.isfinite(parameter.detach().clone()).all()))
@@ -333,7 +330,7 @@ def test_a_prefetch_while_another_thread_offloads_the_weight_anew(engine, monkey
     assert not weight.is_resident
     prefetch = store.prefetch
 
-    def late(ticket: Any) -> bool:
+    def late(ticket):
         monkeypatch.undo()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda: float(model.scale.sum())).result()
@@ -352,10 +349,10 @@ def test_backward_on_another_thread(model, optimizer):
     class ElsewhereBackward:
         """A loss whose backward runs on a thread of its own."""
 
-        def __init__(self, value: torch.Tensor) -> None:
+        def __init__(self, value):
             self.value, self.detach = value, value.detach
 
-        def backward(self) -> None:
+        def backward(self):
             thread = threading.Thread(target=self.value.backward)
             thread.start()
             thread.join()

@@ -1,14 +1,11 @@
 """Models that are made, loaded and saved while their weights are on tiers, or stay in files."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,18 +30,18 @@ WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"]
 
 
 @pytest.fixture(autouse=True)
-def few_at_a_time(monkeypatch: pytest.MonkeyPatch, no_room: None) -> None:
+def few_at_a_time(monkeypatch, no_room):
     """So that tiny models leave, and are read a few tensors at a time, as large ones are."""
     monkeypatch.setattr(checkpoint_loading, "_WINDOW_BYTES", 1)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Of a checkpoint."""
     return tmp_path / "checkpoint"
 
 
-def saved(kind: str, folder: Path, *, shard: str = "20KB") -> Any:
+def saved(kind, folder, *, shard="20KB"):
     """A model, whose checkpoint is in the folder."""
     model = build(kind)
     with torch.no_grad():
@@ -54,12 +51,12 @@ def saved(kind: str, folder: Path, *, shard: str = "20KB") -> Any:
     return model
 
 
-def empty(kind: str) -> Any:
+def empty(kind):
     with init_empty_weights():
         return build(kind)
 
 
-def layers(width: int = 4) -> nn.Module:
+def layers(width=4):
     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
 
 
@@ -99,7 +96,7 @@ def test_a_model_on_the_meta_device_is_filled_module_by_module(engine):
 
 def test_a_module_that_cannot_fill_itself_is_named(engine):
     class Scale(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.ones(4096))
 
@@ -244,7 +241,7 @@ def test_without_streaming_it_is_loaded_all_the_same(disk, folder):
 
 
 def test_buffers_are_loaded(engine, tmp_path):
-    def make() -> nn.Module:
+    def make():
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
 
     plain = make()
@@ -260,28 +257,28 @@ def test_buffers_are_loaded(engine, tmp_path):
 
 # ---------------------------------------------------------------------- refused
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """With other values for `layers`."""
     file = tmp_path / "a.safetensors"
     save_file(layers().state_dict(), file)
     return file
 
 
-def _rename(file: Path) -> None:
+def _rename(file):
     tensors = load_file(file)
     tensors["2.weight"] = tensors.pop("1.weight")
     save_file(tensors, file)
 
 
-def _copy(file: Path) -> None:
+def _copy(file):
     file.with_name("b.safetensors").write_bytes(file.read_bytes())
 
 
-def _cut(at: int, file: Path) -> None:
+def _cut(at, file):
     file.write_bytes(file.read_bytes()[:at])
 
 
-def _write_index(content: str, file: Path) -> None:
+def _write_index(content, file):
     file.unlink()
     file.with_name("model.safetensors.index.json").write_text(content)
 

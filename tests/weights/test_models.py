@@ -1,9 +1,7 @@
 """Models of every form: the same bits with streamed weights as without."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +34,7 @@ from tests.weights.support import (
 
 
 # ---------------------------------------------------------------------- models of the zoo
-def fused(model: nn.Module) -> torch.optim.Optimizer:
+def fused(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -81,18 +79,18 @@ def test_channels_last(model, optimizer):
 class Ordered(Net):
     """Calls its blocks as it is told to."""
 
-    def __init__(self, order: Callable[[], list[int]]) -> None:
+    def __init__(self, order):
         super().__init__()
         self.order = order
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x):
         x = self.stem(x)
         for number in self.order():
             x = self.blocks[number](x)
         return x
 
 
-def _at_random() -> list[int]:
+def _at_random():
     # Seeded by torch's numbers, which every loss seeds anew.
     return random.Random(int(torch.randint(1000, ()))).choices(range(3), k=4)
 
@@ -113,7 +111,7 @@ class Deep(Block):
 
     depth = 3
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.depth:
             self.depth -= 1
             x = self(x)
@@ -121,7 +119,7 @@ class Deep(Block):
         return super().forward(x)
 
 
-def in_two_places() -> Any:
+def in_two_places():
     model = Net()
     model.blocks.append(model.blocks[0])
     model.tail = model.blocks[1]
@@ -132,11 +130,11 @@ def in_two_places() -> Any:
 class Used(nn.Module):
     """Uses weights outside of the module that has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = (x @ layer.weight).tanh()
         return x
@@ -145,7 +143,7 @@ class Used(nn.Module):
 class Odd(nn.Module):
     """Has parameters of odd forms."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.waves = nn.Parameter(torch.randn(8, dtype=torch.complex64))
@@ -155,7 +153,7 @@ class Odd(nn.Module):
         self.halves = nn.Parameter(torch.randn(16, 8))
         self.wide = nn.Parameter(torch.randn(8, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x / self.temperature + (x * self.waves).abs() + x @ self.turned @ self.halves[8:]
         return x * self.one + (x * self.wide).float() + self.nothing.sum()
 
@@ -163,7 +161,7 @@ class Odd(nn.Module):
 class Limited(nn.Module):
     """Its embeddings limit their own norms."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embeddings = nn.ModuleList(
             [nn.Embedding(16, 8, max_norm=1.0, padding_idx=0) for _ in range(3)]
@@ -171,7 +169,7 @@ class Limited(nn.Module):
         self.bag = nn.EmbeddingBag(16, 8, max_norm=0.5)
         self.head = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         indices = x.abs().mul(10).long() % 16
         summed: torch.Tensor = sum(e(indices) for e in self.embeddings).mean(1)
         return self.head(summed + self.bag(indices))
@@ -180,7 +178,7 @@ class Limited(nn.Module):
 class Quantized(nn.Module):
     """A frozen layer whose weight is narrow, and a trained one beside it."""
 
-    def __init__(self, dtype: torch.dtype, width: int = 8) -> None:
+    def __init__(self, dtype, width=8):
         super().__init__()
         wide = torch.randn(width, width)
         self.scale = nn.Parameter(wide.abs().amax(1, keepdim=True) / 127, requires_grad=False)
@@ -190,7 +188,7 @@ class Quantized(nn.Module):
         self.weight = nn.Parameter(narrow.round().to(dtype), requires_grad=False)
         self.delta = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype) * self.scale) + self.delta(x).tanh()
 
 
@@ -198,14 +196,14 @@ class Quantized(nn.Module):
 class Same(nn.Module):
     """A parametrization that gives the weight itself."""
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         return weight
 
 
 class Symmetric(nn.Module):
     """Of a square weight."""
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         square = weight[: weight.shape[1]]
         return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
 
@@ -221,7 +219,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def parametrized(model: Any, way: str) -> Any:
+def parametrized(model, way):
     torch.manual_seed(4)
     for layer in (*(block.up for block in model.blocks), model.head):
         PARAMETRIZED[way](layer)
@@ -318,7 +316,7 @@ def test_two_models_that_share_a_part_until_one_is_detached(engine):
         engine.attach(second)
         optimizer = engine.attach(None, optimizer)
 
-    def loss_of(_: Any, number: int) -> torch.Tensor:
+    def loss_of(_, number):
         return loss(first, number) + loss(second, number)
 
     history = train(both, optimizer, loss_of=loss_of)
@@ -335,7 +333,7 @@ class Tagged(nn.Parameter):
     tag = ""
 
 
-def tagged() -> Any:
+def tagged():
     model = net()
     for block in model.blocks:
         block.up.weight = Tagged(block.up.weight.detach())
@@ -359,12 +357,12 @@ def test_parameters_keep_their_identity_and_what_was_hung_on_them(model, optimiz
 
 # ---------------------------------------------------------------------- compiled
 @pytest.fixture
-def _nothing_compiled_remains() -> Iterator[None]:
+def _nothing_compiled_remains():
     yield
     torch._dynamo.reset()
 
 
-def _in_place(model: Any, *modules: Any) -> Any:
+def _in_place(model, *modules):
     for module in modules:
         module.compile(backend="aot_eager")
     return model

@@ -1,7 +1,5 @@
 """Streamed weights in the hands of code that was not written for them, and partly trained."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -101,12 +99,12 @@ def test_transforms(model, optimizer, transform):
     return [*history, *train(model, optimizer)]
 
 
-def _kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+def _kept(model, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         return model.features(x)
 
 
-def _on_the_host(model: Any, x: torch.Tensor) -> torch.Tensor:
+def _on_the_host(model, x):
     with torch.autograd.graph.save_on_cpu():
         return model(x)
 
@@ -142,17 +140,17 @@ def test_gradients_of_a_call(model, optimizer, call):
 
 
 # ---------------------------------------------------------------------- evaluation
-def layer() -> nn.Module:
+def layer():
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
 class Encoder(nn.Module):
-    def __init__(self, mask: bool) -> None:
+    def __init__(self, mask):
         super().__init__()
         self.encoder = nn.TransformerEncoder(layer(), 3)
         self.mask = mask
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         padding = torch.zeros(4, 6, dtype=torch.bool)
         padding[:, 4:] = self.mask
         # Without padding the fast path is taken in evaluation, with it nested tensors are made.
@@ -172,7 +170,7 @@ FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @compared(lambda kind: nn.Sequential(net(FAST_PATHS[kind]), nn.Linear(8, 8)))
 def test_attention_takes_the_same_fast_paths(model, optimizer):
-    def loss_of(model: Any, number: int) -> torch.Tensor:
+    def loss_of(model, number):
         torch.manual_seed(number)
         return model(noise(4, 6, 8, seed=number)).pow(2).sum()
 
@@ -238,7 +236,7 @@ def test_asking_for_gradients_brings_no_weights(engine, accessed, how):
 def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, optimizer):
     seen: list[Numbers] = []
 
-    def look(module: Any, *gradients: Any) -> None:
+    def look(module, *gradients):
         seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})
 
     handles = [b.register_full_backward_hook(look) for b in (*model.blocks, model.head)]
@@ -251,13 +249,13 @@ def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, o
     return seen
 
 
-def _penalty_on_the_gradient_of_the_input(model: Any, number: int) -> torch.Tensor:
+def _penalty_on_the_gradient_of_the_input(model, number):
     x = noise(4, 8, seed=number).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
 
 
-def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.Tensor:
+def _penalty_on_the_gradients_of_the_weights(model, number):
     value = loss(model, number)
     slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
     return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
@@ -274,7 +272,7 @@ def test_penalties(model, optimizer, penalty):
 
 @compared(optimizer_of=None)
 def test_an_own_optimizer_that_is_not_attached_lets_weights_go(model, optimizer, engine):
-    def penalized(model: Any, number: int) -> torch.Tensor:
+    def penalized(model, number):
         return loss(model, number) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
 
     history = train(model, adamw(model), loss_of=penalized)
@@ -292,7 +290,7 @@ TARGETS = {"GPT-2": ["c_attn", "c_fc"], "Llama": ["q_proj", "v_proj", "down_proj
 SIZES = [{"min_size": size} for size in (1, 1024, 1, 1024, 1)]
 
 
-def adapted(base: Any, kind: str) -> Any:
+def adapted(base, kind):
     """The same adapters every time."""
     torch.manual_seed(1)
     options = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "target_modules": TARGETS[kind]}
@@ -354,16 +352,16 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
 class Product(nn.Module):
     """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.addmm(self.bias, x, self.weight).tanh()
 
 
-def _recomputed(trained: str) -> Any:
-    def block() -> nn.Module:
+def _recomputed(trained):
+    def block():
         return nn.Sequential(Product(), Product())
 
     model = net(lambda: Net(block, around=WAYS["non-reentrant"]))

@@ -3,8 +3,6 @@
 Run it once for each version that is published; the samples of earlier versions stay as they are.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from importlib.metadata import version

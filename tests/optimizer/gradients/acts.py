@@ -1,7 +1,5 @@
 """What users do with gradients, by kind: done to a plain gradient and to an offloaded one."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

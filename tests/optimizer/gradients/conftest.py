@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
-import torch
 
 pytest.register_assert_rewrite("tests.optimizer.gradients.pairs")
 
@@ -12,22 +9,20 @@ from tests.optimizer.gradients.pairs import (  # noqa: E402
     DTYPES,
     LAYOUTS,
     SOURCES,
-    MakePair,
     Pair,
     gradient,
 )
 from tests.store.conftest import make_rig, rig  # noqa: E402
-from tests.store.rig import Rig  # noqa: E402
 from tests.training import in_turn  # noqa: E402
 
 __all__ = ["make_rig", "pair_of", "prepared_pair", "rig"]
 
 
 @pytest.fixture(params=SOURCES)
-def pair_of(request: pytest.FixtureRequest, rig: Rig) -> MakePair:
+def pair_of(request, rig):
     """Makes a plain gradient and an offloaded gradient for the same, of each kind of source."""
 
-    def make(values: torch.Tensor | None = None) -> Pair:
+    def make(values=None):
         return Pair.of(gradient() if values is None else values, request.param, rig)
 
     return make
@@ -36,11 +31,11 @@ def pair_of(request: pytest.FixtureRequest, rig: Rig) -> MakePair:
 @pytest.fixture(
     params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]), ids=str
 )
-def prepared_pair(request: pytest.FixtureRequest, pair_of: MakePair) -> MakePair:
+def prepared_pair(request, pair_of):
     """Makes pairs of each dtype in each layout, and each of both as it came and with steps."""
     (dtype, layout), prepared = request.param
 
-    def make(shape: tuple[int, ...] = (7, 5)) -> Pair:
+    def make(shape=(7, 5)):
         pair = pair_of(gradient(dtype, layout, shape))
         pair.same(PREPARED[prepared])
         return pair

@@ -1,7 +1,5 @@
 """Zeroing, freeing, failures, gradients of unusual shapes, and those that an update used up."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import weakref
@@ -16,8 +14,7 @@ from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient, StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.acts import PINS, READS, STEPS, scaled, unscaled, with_gradient
-from tests.optimizer.gradients.pairs import MakePair, Pair, assert_same, forbid_loading, gradient
-from tests.store.rig import MakeRig, Rig
+from tests.optimizer.gradients.pairs import Pair, assert_same, forbid_loading, gradient
 
 Act = Callable[[Any], Any]
 
@@ -36,9 +33,7 @@ ZEROING: dict[str, Act] = {
 
 
 @pytest.mark.parametrize("zeroing", ZEROING.values(), ids=ZEROING)
-def test_zeroing_loads_nothing_and_frees_the_ticket(
-    pair_of: MakePair, rig: Rig, zeroing: Act, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeroing_loads_nothing_and_frees_the_ticket(pair_of, rig, zeroing, monkeypatch):
     pair = pair_of()
     scaled(pair.offloaded)
     with monkeypatch.context() as patch:
@@ -59,10 +54,10 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(
 
 
 # ---------------------------------------------------------------------- life
-def test_nothing_is_left_when_it_is_gone(pair_of: MakePair, rig: Rig) -> None:
+def test_nothing_is_left_when_it_is_gone(pair_of, rig):
     parameter = nn.Parameter(torch.empty_like(gradient()))
 
-    def give() -> weakref.ref[torch.Tensor]:
+    def give():
         parameter.grad = pair_of().offloaded
         return weakref.ref(parameter.grad)
 
@@ -89,7 +84,7 @@ def test_nothing_is_left_when_it_is_gone(pair_of: MakePair, rig: Rig) -> None:
         gc.enable()
 
 
-def test_operators_made_of_others_in_inference_mode(pair_of: MakePair) -> None:
+def test_operators_made_of_others_in_inference_mode(pair_of):
     pair = pair_of()
     with torch.inference_mode():
         # Without autograd these arrive as they are.
@@ -113,7 +108,7 @@ def test_operators_made_of_others_in_inference_mode(pair_of: MakePair) -> None:
     pair.check()
 
 
-def test_a_failing_disk_is_told_and_the_gradient_is_as_before(make_rig: MakeRig) -> None:
+def test_a_failing_disk_is_told_and_the_gradient_is_as_before(make_rig):
     rig = make_rig()
     pair = Pair.of(gradient(), "stored", rig)
     pair.same(scaled)
@@ -132,7 +127,7 @@ def test_a_failing_disk_is_told_and_the_gradient_is_as_before(make_rig: MakeRig)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1, 5), (5, 1), (2, 3, 4, 5)], ids=str)
-def test_shapes_of_all_kinds(pair_of: MakePair, shape: tuple[int, ...]) -> None:
+def test_shapes_of_all_kinds(pair_of, shape):
     for act in (
         lambda g: g.mul_(0.3),
         lambda g: g.norm(),
@@ -150,21 +145,19 @@ def test_shapes_of_all_kinds(pair_of: MakePair, shape: tuple[int, ...]) -> None:
         assert_same(pair.backing.values(), pair.plain)
 
 
-def test_complex_gradients_are_not_recorded_but_right(pair_of: MakePair) -> None:
+def test_complex_gradients_are_not_recorded_but_right(pair_of):
     pair = pair_of(torch.complex(gradient(), gradient(seed=1)))
     for act in (lambda g: g.mul_(0.5), lambda g: g.mul_(1j), lambda g: g.abs(), torch.norm):
         pair.same(act)
         assert torch.equal(torch.clone(pair.offloaded), pair.plain)
 
 
-def test_no_gap_may_be_stored(rig: Rig) -> None:
+def test_no_gap_may_be_stored(rig):
     with pytest.raises(ValueError, match="dense"):
         StoredGradient(rig.store, torch.ones(4, 4)[:, :2], [rig.disk])
 
 
-def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(
-    pair_of: MakePair,
-) -> None:
+def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(pair_of):
     pair = pair_of()
     assert not hasattr(OffloadedGradient, "__dlpack_c_exchange_api__")
     assert not hasattr(pair.offloaded, "__dlpack_c_exchange_api__")
@@ -183,7 +176,7 @@ def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(
 WHAT = "parameter 'head.weight' (3 x 5)"
 
 
-def consumed() -> OffloadedGradient:
+def consumed():
     return OffloadedGradient.of(ConsumedGradient(WHAT), like=torch.empty(3, 5))
 
 
@@ -208,7 +201,7 @@ USES: dict[str, Act] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_whatever_needs_the_values_names_parameter_reason_and_remedy() -> None:
+def test_whatever_needs_the_values_names_parameter_reason_and_remedy():
     for name, use in USES.items():
         offloaded = consumed()
         with pytest.raises(OffloadError) as refused:
@@ -219,7 +212,7 @@ def test_whatever_needs_the_values_names_parameter_reason_and_remedy() -> None:
         assert not offloaded.backing.history.edits, name
 
 
-def test_its_metadata_are_those_of_the_gradient() -> None:
+def test_its_metadata_are_those_of_the_gradient():
     g = consumed()
     assert (g.shape, g.dtype, g.stride(), g.grad_fn) == ((3, 5), torch.float32, (5, 1), None)
     assert "consumed" in repr(g)
@@ -231,12 +224,12 @@ def test_its_metadata_are_those_of_the_gradient() -> None:
     assert g.to("cpu") is g
 
 
-def replaced(parameter: nn.Parameter) -> None:
+def replaced(parameter):
     parameter.grad.data = torch.zeros_like(parameter)
 
 
 @pytest.mark.parametrize("zeroing", [*ZEROING.values(), replaced], ids=[*ZEROING, "replaced"])
-def test_zeroed_it_is_a_gradient_again(zeroing: Act) -> None:
+def test_zeroed_it_is_a_gradient_again(zeroing):
     parameter = with_gradient(consumed())
     kept = parameter.grad
     zeroing(parameter)

@@ -1,7 +1,5 @@
 """Norms of offloaded gradients, and unscaling them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -17,7 +15,6 @@ from tests.optimizer.gradients.acts import PREPARED, unscaled
 from tests.optimizer.gradients.pairs import (
     DTYPES,
     LAYOUTS,
-    MakePair,
     assert_same,
     forbid_loading,
     gradient,
@@ -37,8 +34,8 @@ NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
 
 
 def test_norms_are_those_of_the_plain_gradient_and_can_be_cached_in_advance(
-    prepared_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    prepared_pair, monkeypatch
+):
     for order in ORDERS:
         first, second = prepared_pair((131, 77)), prepared_pair((131, 77))
         for norm in NORMS.values():
@@ -57,7 +54,7 @@ def test_norms_are_those_of_the_plain_gradient_and_can_be_cached_in_advance(
                 norm(second.offloaded, order).fill_(7)
 
 
-def test_a_norm_is_forgotten_when_the_values_change(pair_of: MakePair) -> None:
+def test_a_norm_is_forgotten_when_the_values_change(pair_of):
     pair = pair_of()
     for act in (
         lambda g: g.norm(),
@@ -74,7 +71,7 @@ def test_a_norm_is_forgotten_when_the_values_change(pair_of: MakePair) -> None:
     pair.same(lambda g: (setattr(g, "data", torch.ones_like(g)), g.norm()))
 
 
-def test_a_norm_of_values_changed_directly_is_not_the_cached_one() -> None:
+def test_a_norm_of_values_changed_directly_is_not_the_cached_one():
     values = gradient()
     offloaded = OffloadedGradient.of(values, like=values)
     offloaded.norm()
@@ -96,9 +93,7 @@ def test_a_norm_of_values_changed_directly_is_not_the_cached_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("prepared", PREPARED)
-def test_unscaling_finds_every_value_that_is_not_finite(
-    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
-) -> None:
+def test_unscaling_finds_every_value_that_is_not_finite(pair_of, dtype, layout, prepared):
     bad = (torch.inf, -torch.inf, torch.nan)
     for value, place in product((*bad, torch.finfo(dtype).max, 0.0), ((0, 0), (30, 20), (-1, -1))):
         values = gradient(dtype, layout)
@@ -113,9 +108,7 @@ def test_unscaling_finds_every_value_that_is_not_finite(
         assert not pair.edited
 
 
-def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
-    pair_of: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(pair_of, monkeypatch):
     pair = pair_of()
     pair.backing.cache_norm(1.0, norm_of(pair.plain, 1.0))
     with monkeypatch.context() as patch:
@@ -137,7 +130,7 @@ def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
     assert silent.same(lambda g: unscaled(g, 0.5)) == 1
 
 
-def test_where_subnormal_numbers_are_flushed_times_one_counts() -> None:
+def test_where_subnormal_numbers_are_flushed_times_one_counts():
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
     try:

@@ -1,7 +1,5 @@
 """An offloaded gradient answers as the plain gradient does: values, errors, aliases and steps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 
 from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS, scaled
 from tests.optimizer.gradients.pairs import (
-    MakePair,
     Pair,
     Raised,
     assert_same,
@@ -23,8 +20,8 @@ from tests.optimizer.gradients.pairs import (
 Act = Callable[[Any], Any]
 
 
-def test_reads_give_what_the_plain_gradient_gives(prepared_pair: MakePair) -> None:
-    def check(act: Act) -> None:
+def test_reads_give_what_the_plain_gradient_gives(prepared_pair):
+    def check(act):
         pair = prepared_pair()
         history = pair.backing.history
         result = pair.same(act)
@@ -40,7 +37,7 @@ def test_reads_give_what_the_plain_gradient_gives(prepared_pair: MakePair) -> No
     for_each(READS, check)
 
 
-def _same_result(pair: Pair, act: Act) -> tuple[Any, Any]:
+def _same_result(pair, act):
     """Results, plain and offloaded, of an act that may return what it is done to."""
     expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
     assert (expected is pair.plain) == (result is pair.offloaded)
@@ -49,8 +46,8 @@ def _same_result(pair: Pair, act: Act) -> tuple[Any, Any]:
     return expected, result
 
 
-def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(prepared_pair: MakePair) -> None:
-    def check(act: Act) -> None:
+def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(prepared_pair):
+    def check(act):
         pair = prepared_pair()
         expected, result = _same_result(pair, act)
         if pair.plain.dtype is torch.float32 and not isinstance(result, Raised):
@@ -63,8 +60,8 @@ def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(prepared_pair:
     for_each(PINS, check)
 
 
-def test_edits_are_recorded_and_give_the_same_bits(prepared_pair: MakePair) -> None:
-    def check(act: Act) -> None:
+def test_edits_are_recorded_and_give_the_same_bits(prepared_pair):
+    def check(act):
         pair = prepared_pair()
         _same_result(pair, act)
         assert not pair.edited
@@ -84,7 +81,7 @@ def test_edits_are_recorded_and_give_the_same_bits(prepared_pair: MakePair) -> N
 
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.parametrize("prepared", PREPARED)
-def test_an_alias_shares_the_values_both_ways(pair_of: MakePair, alias: str, prepared: str) -> None:
+def test_an_alias_shares_the_values_both_ways(pair_of, alias, prepared):
     for act in (*STEPS.values(), *PINS.values()):
         for through_alias in (True, False):
             pair = pair_of(gradient(shape=(7, 5)))
@@ -117,13 +114,13 @@ _DIFFERENT = frozenset(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_attribute_and_every_method_without_arguments(pair_of: MakePair) -> None:
+def test_every_attribute_and_every_method_without_arguments(pair_of):
     different = []
     for name in sorted(set(dir(torch.Tensor)).difference(_DIFFERENT)):
         pair = pair_of(gradient(shape=(4, 4)))
         pair.same(scaled)
 
-        def act(g: Any, name: str = name) -> Any:
+        def act(g, name=name):
             attribute = getattr(g, name)
             return attribute() if callable(attribute) else attribute
 
