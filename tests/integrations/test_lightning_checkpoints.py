@@ -69,7 +69,7 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
 
 
 @pytest.mark.parametrize(
-    ("family", "enabled"), zip(FAMILIES, (True, False), strict=True), indirect=["family"]
+    ("family", "enabled"), list(zip(FAMILIES, (True, False), strict=True)), indirect=["family"]
 )
 def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
