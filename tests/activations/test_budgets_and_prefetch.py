@@ -18,7 +18,6 @@ from offload_strategy.units import GiB, MiB
 from tests.activations.support import noise
 from tests.training import (
     Block,
-    Numbers,
     activations_only,
     assert_same_history,
     attached,
@@ -183,7 +182,7 @@ def figure(engine, name):
 def test_a_learned_order_has_no_misses(disk):
     plain, model = Crossed(), Crossed()
     expected = backward_history(plain, lambda step: plain(BATCH), steps=6)
-    misses: list[float] = []
+    misses = []
     with activations_only(disk) as engine:
         engine.attach(model)
         got = backward_history(
@@ -201,7 +200,7 @@ def test_a_learned_order_has_no_misses(disk):
 
 def test_a_distance_in_bytes_is_kept_to(disk):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
-    lent: list[int] = []
+    lent = []
     with activations_only(disk, prefetch=64 * 32 * 4) as engine:
         engine.attach(model)
         loss = model(noise(64, 32)).sum()
@@ -267,7 +266,7 @@ class Training:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(16) for _ in range(4)))
         optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-3))
-        found: list[Numbers] = []
+        found = []
         for _ in range(steps):
             loss = model(torch.randn(8, 16, 16)).square().mean()
             if engine is not None:

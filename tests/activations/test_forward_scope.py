@@ -1,9 +1,7 @@
 """Where offload begins and ends: calls of a model, scopes, threads, hooks around and inside."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,14 +10,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.activations.support import Calls, X, compare, network, noise, with_gradients
-from tests.training import (
-    activations_only,
-    assert_same_bits,
-    bits,
-    gradients,
-    moved,
-    on_disk,
-)
+from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
 
 
 def test_a_scope_covers_work_outside_of_the_model(engine):
@@ -113,7 +104,7 @@ def test_two_threads_may_run_the_same_model(engine):
 
     model, expected = with_gradients(function)
     engine.attach(model)
-    losses: list[torch.Tensor] = []
+    losses = []
     thread = threading.Thread(target=lambda: losses.append(model()))
     thread.start()
     assert inside.wait(30)
@@ -133,7 +124,7 @@ def test_two_threads_may_run_the_same_model(engine):
 
 # ---------------------------------------------------------------------- hooks around ours
 #: What hooks of a user's own make of a saved tensor, and the tensor of that again.
-HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+HOOKS = {
     "count": (lambda tensor: tensor, lambda packed: packed),
     "compress": (lambda tensor: tensor.bfloat16(), lambda packed: packed.float()),
     "compress into a tuple": (
@@ -145,7 +136,7 @@ HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
 
 def run_under(kind, model, between=lambda: None):
     """Gradients of a step in hooks of a kind, and which calls of these there were."""
-    called: list[str] = []
+    called = []
 
     def pack(tensor):
         called.append(f"pack {tuple(tensor.shape)}")
@@ -155,7 +146,7 @@ def run_under(kind, model, between=lambda: None):
         called.append("unpack")
         return HOOKS[kind][1](packed)
 
-    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    contexts = {
         "save on the host": save_on_cpu,
         "allow mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
     }
@@ -206,7 +197,7 @@ def test_hooks_around_two_engines_are_heard_by_both(disk):
 
 
 def test_hooks_inside_a_model_are_called_in_place_of_ours(engine):
-    packed: list[int] = []
+    packed = []
 
     def pack(tensor):
         packed.append(tensor.numel())

@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def _in_another_thread(model):
     assert not losses
 
 
-ENDS: dict[str, Callable[[nn.Module], None]] = {
+ENDS = {
     "backward": lambda m: m().backward(),
     "no backward": lambda m: m(),
     "two backwards": _two_backwards,
@@ -91,7 +90,7 @@ def test_no_ticket_outlives(end, stored, engine):
     expected = gradients(model)
     model.zero_grad()
     engine.attach(model)
-    made: list[int] = []
+    made = []
     model.register_forward_hook(lambda *_: made.append(tickets(engine)))
     if stored:
         model.register_forward_hook(lambda *_: on_disk(engine))
@@ -245,7 +244,7 @@ def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(e
             seen[-1].append(tickets(engine))
         return value.sum()
 
-    seen: list[list[int]] = [[]]
+    seen = [[]]
     model, expected = with_gradients(chain)
     engine.attach(model)
     for _ in range(2):

@@ -29,9 +29,6 @@ WAIT_SECONDS = 0.005
 
 
 # ---------------------------------------------------------------- a simulated training
-Storages = list[torch.UntypedStorage | None]
-
-
 class Training:
     """Passes of one second a layer; items of the same kind have the same letter.
 
@@ -97,7 +94,7 @@ class Training:
     def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
         trace = Trace()
         trace.started_at = 0.0
-        storages: Storages = []
+        storages = []
         for number, kind in enumerate(kinds):
             self.change(nbytes)
             trace.saved_bytes += nbytes

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 import pytest
@@ -69,8 +68,8 @@ def run(engine):
     model, twin = Mixture(), Mixture()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine.attach(model)
-    rss: list[int] = []
-    held: list[int] = []
+    rss = []
+    held = []
     loads = 0
     for step in range(STEPS):
         got = gradients_of(model, step, engine)
@@ -105,7 +104,7 @@ def test_three_hundred_steps_leave_memory_flat(disk):
         timeout=300,
         check=True,
     )
-    seen: dict[str, Any] = json.loads(process.stdout)
+    seen = json.loads(process.stdout)
     assert max(seen["held"]) <= 8 * MiB
     after_100, at_the_end = median(seen["rss"][8:13]), median(seen["rss"][-5:])
     assert at_the_end - after_100 < _GROWTH_BYTES, seen["rss"]

@@ -1,6 +1,5 @@
 """Checkpointed regions: their inputs leave, and what is computed again does not."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,11 +17,8 @@ from torch.utils.checkpoint import (
 from tests.activations.support import noise, written
 from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
 
-Region = Callable[[torch.Tensor], torch.Tensor]
-Around = Callable[[Region, torch.Tensor], torch.Tensor]
-
-reentrant: Around = partial(checkpoint, use_reentrant=True)
-non_reentrant: Around = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+non_reentrant = partial(checkpoint, use_reentrant=False)
 
 
 def selective(*saved):
@@ -49,7 +45,7 @@ def _nested(outer, inner):
     return around
 
 
-WAYS: dict[str, Around] = {
+WAYS = {
     "reentrant": reentrant,
     "non-reentrant": non_reentrant,
     "without early stop": _without_early_stop,

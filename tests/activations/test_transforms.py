@@ -1,8 +1,5 @@
 """Models that are transformed, compiled, traced or captured: they work, or it is said why not."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._inductor.config
@@ -35,7 +32,7 @@ def _slopes(model, output):
     return list(torch.autograd.grad(output.pow(2).sum(), list(model.parameters())))
 
 
-AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+AROUND = {
     "vmap": lambda m: _slopes(m, torch.func.vmap(m)(batch(0)[:, None])),
     "gradients per sample": _per_sample,
     "Jacobians": lambda m: [torch.func.jacrev(m)(batch(0)[0])],
@@ -117,7 +114,7 @@ class Break(nn.Module):
 
 
 #: How a model is compiled, and when it is attached: before, after, or after by its inner module.
-ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+ORDERS = {
     "attach, compile": (compiled, "before"),
     "compile, attach": (lambda m: compiled(m, fullgraph=True), "after"),
     "compile, attach the inner": (compiled, "inner"),
@@ -182,7 +179,7 @@ def _fake(model):
     model.zero_grad()
 
 
-TRACES: dict[str, Callable[[nn.Module], Any]] = {
+TRACES = {
     "make_fx": lambda m: make_fx(m)(noise(4, 8)),
     "make_fx of a training step": lambda m: make_fx(lambda x: _slopes(m, m(x)))(noise(4, 8)),
     "torch.export": lambda m: torch.export.export(m, (noise(4, 8),)),

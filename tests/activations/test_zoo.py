@@ -67,7 +67,7 @@ def noting(saved, forward=loss_of):
     """A forward pass that adds to a list what autograd saves, but for weights."""
 
     def noted(model, data):
-        losses: list[torch.Tensor] = []
+        losses = []
         weights_of = [*model.parameters(), *model.buffers()]
         saved.extend(saved_storages(lambda: losses.append(forward(model, data)), weights_of))
         return losses.pop()
@@ -77,7 +77,7 @@ def noting(saved, forward=loss_of):
 
 def same(make, kind, disk, schedules):
     """Train without and with offload, every byte by way of the disk: the same to the last bit."""
-    saved: list[torch.UntypedStorage] = []
+    saved = []
 
     def run(model, **options):
         return [step for schedule in schedules for step in train(kind, model, schedule, **options)]
@@ -112,7 +112,7 @@ def test_training_is_the_same(kind, reentrant, disk):
 # With checkpointing: tests/integrations/combinations.py.
 def test_a_compiled_model_is_the_same(disk):
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
-    graphs: list[int] = []
+    graphs = []
 
     def make():
         graphs.append(counters["stats"]["unique_graphs"])
@@ -175,7 +175,7 @@ def _in_bfloat16(model, data):
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
 def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
-    saved: list[torch.UntypedStorage] = []
+    saved = []
     model = build(kind)
     # Copies of weights are told by what they hold.
     casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}

@@ -9,7 +9,6 @@ import signal
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.test_posix import cached_pages
 from tests.training import bits
 
-STATE: dict[str, Any] = {
+STATE = {
     "step": 7,
     "weights": torch.randn(300, 401),
     "odd": {"half": torch.randn(77, dtype=torch.bfloat16), "scalar": torch.tensor(2.5)},

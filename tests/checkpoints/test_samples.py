@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ VERSIONS = sorted(folder for folder in SAMPLES.iterdir() if (folder / "profile.j
 
 @pytest.fixture(params=VERSIONS, ids=lambda folder: folder.name)
 def samples(request):
-    folder: Path = request.param
+    folder = request.param
     return folder
 
 

@@ -19,7 +19,6 @@ from offload_strategy.telemetry.recorder import CLIENTS
 from offload_strategy.units import MiB
 from tests.ends import open_files
 from tests.training import (
-    Numbers,
     assert_same_bits,
     assert_same_history,
     attached,
@@ -51,7 +50,7 @@ def train(engine):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
     optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    found: list[Numbers] = []
+    found = []
     for step in range(3):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
         loss = model(x).square().mean()

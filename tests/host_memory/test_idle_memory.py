@@ -40,7 +40,7 @@ class Process:
             self.pool.look()
         self.rest += loss
         self.resident()
-        acquired: list[torch.Tensor] = []
+        acquired = []
         for part in range(11):
             acquired.append(acquire(self.pool, backward // 10))
             del acquired[:-10]

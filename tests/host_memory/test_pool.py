@@ -4,7 +4,6 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes):
     assert bytes(buffer.numpy()) == b"\7" * nbytes
 
 
-ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
+ALIASES = {
     "a view": lambda buffer: buffer[100:200],
     "another dtype": lambda buffer: buffer.view(torch.float32),
     "a detached tensor": lambda buffer: buffer.detach(),
@@ -240,7 +239,7 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget():
 )
 def test_memory_never_overlaps_and_figures_hold(budget, steps):
     pool, small = BufferPool(budget), budget < MiB
-    acquired: list[tuple[torch.Tensor, int]] = []
+    acquired = []
     for serial, (action, amount) in enumerate(steps):
         mark, nbytes = serial % 251, amount * (budget // 4096) - amount % 7
         if action == "drop":

@@ -1,6 +1,6 @@
 """Training with and without offload, side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.idle_memory import IdleLimit
-from offload_strategy.optimizer import offloaded_optimizer as offloaded
-from offload_strategy.optimizer.overlap import overlap_modes
-from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
-from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Tier
 from tests.optimizer.custom_optimizers import Twisted, twisted
 from tests.training import Numbers, assert_same_history, bits, settings
 
@@ -235,16 +230,6 @@ def offloading(
 def give_room_for_new_weights(monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
     """Have new weights wait for `step()` in memory, or else on the tiers."""
     monkeypatch.setattr(IdleLimit, "has_room", lambda self, nbytes: has_room)
-
-
-def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
-    monkeypatch.setattr(overlap_modes, "_SMALLEST_BYTES", 1)
-
-    def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> RetainedGradients:
-        return RetainedGradients(store, tiers, 0)
-
-    monkeypatch.setattr(offloaded, "RetainedGradients", without_memory)
 
 
 def compare(

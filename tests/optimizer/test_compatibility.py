@@ -1,27 +1,19 @@
 """Unsupported optimizers are refused with the reason; the check changes nothing."""
 
 import threading
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, RMSprop
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from tests.optimizer.custom_optimizers import (
-    QUANTIZED,
-    UNSUPPORTED,
-    Twisted,
-    coupled,
-    noise,
-)
+from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise
 from tests.optimizer.runs import EVERY_OVERLAP, offloading
 from tests.training import assert_same_bits, in_turn, moved, on_disk, settings
 
@@ -105,7 +97,7 @@ def test_parameters_without_memory_are_refused():
         check_supported(AdamW(net.parameters()))
 
 
-SIZES: dict[str, Callable[[Any], Optimizer]] = {
+SIZES = {
     "AdamW": AdamW,
     "Adam amsgrad": lambda p: Adam(p, amsgrad=True),
     "SGD": lambda p: SGD(p, 0.1),
@@ -143,7 +135,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
     kind, dtype, precision, per_element, disk
 ):
     # Of whole pages.
-    shapes: Any = ((64, 64), (32, 64), (2048,), (16, 32, 8))
+    shapes = ((64, 64), (32, 64), (2048,), (16, 32, 8))
     if kind in QUANTIZED:
         shapes = ((512, 768), (64, 64), (64,), (9,))
     parameters = nn.ParameterList(_parameters(*shapes, dtype=dtype))
@@ -169,7 +161,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
 
 
 # ---------------------------------------------------------------------- real updates
-NOISY: dict[str, tuple[Any, str]] = {
+NOISY = {
     "draws": (noise, "draws random numbers"),
     "couples": (coupled, "when others are there"),
     "writes": (lambda o, g, p, s: o.norms.append(1), r"outside of their states \(norms\)"),

@@ -3,7 +3,6 @@
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import settings
@@ -13,24 +12,24 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import OffloadEngine
-from tests.optimizer.runs import MakeOptimizer, Run, loss_of, make_net, snapshot
+from tests.optimizer.runs import Run, loss_of, make_net, snapshot
 from tests.training import assert_same_bits
 from tests.training import settings as engine_settings
 
-KINDS: dict[str, MakeOptimizer] = {
+KINDS = {
     # Not fused: the weights would change with their version counters standing still, and a graph
     # that is older than the step would be differentiated at the wrong place without a word.
     "AdamW": lambda m: AdamW(m.parameters(), 1e-2),
     "Adam": lambda m: Adam(m.parameters(), 1e-2, amsgrad=True, weight_decay=0.01),
     "SGD": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
 }
-GRADIENT_EDITS: dict[str, Any] = {
+GRADIENT_EDITS = {
     "scale": lambda p: p.grad.mul_(0.5),
     "data": lambda p: p.grad.data.neg_(),
     "drop": lambda p: setattr(p, "grad", None),
     "replace": lambda p: setattr(p, "grad", torch.full_like(p, 0.01)),
 }
-PARAMETER_EDITS: dict[str, Any] = {
+PARAMETER_EDITS = {
     "scale": lambda p: p.detach().mul_(0.9),
     "freeze": lambda p: p.requires_grad_(False),
     "unfreeze": lambda p: p.requires_grad_(True),
@@ -59,7 +58,7 @@ class AnyTraining(RuleBasedStateMachine):
         self.engine = OffloadEngine(config)
         self.runs = [Run(KINDS[kind]), Run(KINDS[kind])]
         self.runs[1].optimizer = self.engine.attach(self.runs[1].model, self.runs[1].optimizer)
-        self.graphs: list[list[torch.Tensor]] = []
+        self.graphs = []
 
     def check(self):
         plain, offloaded = (snapshot(run.model, run.optimizer) for run in self.runs)

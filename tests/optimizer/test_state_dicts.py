@@ -2,14 +2,12 @@
 
 import copy
 import io
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from offload_strategy.errors import ConfigError
 from tests.optimizer.custom_optimizers import QUANTIZED
@@ -28,7 +26,7 @@ from tests.optimizer.runs import (
 )
 from tests.training import assert_same_bits, assert_same_history, bits, in_turn
 
-MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
+MAKE = {
     "AdamW": adamw,
     "SGD momentum": OPTIMIZERS["SGD momentum"],
     "SGD": OPTIMIZERS["SGD"],
@@ -81,7 +79,7 @@ def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
         return Run(MAKE[name], engine, overlap == "eager", WideNet if quantized else make_net)
 
     def handed_over(run, engine):
-        state: Any = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+        state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
         if through_a_file or quantized:
             file = io.BytesIO()
             torch.save(state, file)

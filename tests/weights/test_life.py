@@ -4,9 +4,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -161,9 +159,7 @@ def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(engine, monkey
 
 
 # ---------------------------------------------------------------------- errors
-Fail = Callable[..., None]
-
-PLACES: dict[str, Callable[[Any, Fail], Any]] = {
+PLACES = {
     "before a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail, prepend=True),
     "in a block": lambda m, fail: m.blocks[1].down.register_forward_pre_hook(fail),
     "at the end of a block": lambda m, f: m.blocks[1].register_forward_hook(f, prepend=True),

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +16,7 @@ from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import (
-    adamw,
-    all_plain,
-    away,
-    nearly_all_left,
-    train,
-    zoo_loss,
-)
+from tests.weights.support import adamw, all_plain, away, nearly_all_left, train, zoo_loss
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -287,7 +279,7 @@ _LOST = '{"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}'
 _DAMAGED = r"cannot load weights from .*a\.safetensors"
 
 #: What is done to the file, whether it is named or its folder, and the message.
-REFUSED: list[tuple[Callable[[Path], object], bool, str]] = [
+REFUSED = [
     (_rename, True, r"has no 1\.weight; the model has no 2\.weight\. Pass strict=False"),
     (
         lambda file: save_file({**load_file(file), "0.weight": torch.zeros(4, 5)}, file),

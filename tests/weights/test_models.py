@@ -1,9 +1,7 @@
 """Models of every form: the same bits with streamed weights as without."""
 
 import random
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -95,7 +93,7 @@ def _at_random():
     return random.Random(int(torch.randint(1000, ()))).choices(range(3), k=4)
 
 
-ORDERS: dict[str, Callable[[], list[int]]] = {
+ORDERS = {
     "a block twice": lambda: [0, 1, 1, 2],
     "a block twice, apart": lambda: [0, 1, 2, 0],
     "one block always": lambda: [1, 1, 1, 1],
@@ -171,7 +169,7 @@ class Limited(nn.Module):
 
     def forward(self, x):
         indices = x.abs().mul(10).long() % 16
-        summed: torch.Tensor = sum(e(indices) for e in self.embeddings).mean(1)
+        summed = sum(e(indices) for e in self.embeddings).mean(1)
         return self.head(summed + self.bag(indices))
 
 
@@ -208,7 +206,7 @@ class Symmetric(nn.Module):
         return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
 
 
-PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
+PARAMETRIZED = {
     "weight norm": parametrizations.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
@@ -246,7 +244,7 @@ def test_parametrizations_come_are_cached_and_are_removed(model, optimizer, way)
 # ---------------------------------------------------------------------- all of them
 NARROW = [torch.int8, torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn]
 
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS = {
     "weights of layers": Used,
     "odd forms": lambda: Net(Odd),
     "norms that are limited": Limited,
@@ -310,7 +308,7 @@ def test_two_models_that_share_a_part_until_one_is_detached(engine):
     second.blocks[0] = first.blocks[0]
     second.head.weight = first.head.weight
     both = nn.ModuleList([first, second])
-    optimizer: Any = adamw(both)
+    optimizer = adamw(both)
     if engine is not None:
         engine.attach(first)
         engine.attach(second)
@@ -368,7 +366,7 @@ def _in_place(model, *modules):
     return model
 
 
-COMPILED: dict[str, Callable[[Any], Any]] = {
+COMPILED = {
     "the model": partial(torch.compile, backend="aot_eager"),
     "the model in place": lambda m: _in_place(m, m),
     "blocks in place": lambda m: _in_place(m, *m.blocks),

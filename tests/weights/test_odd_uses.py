@@ -1,8 +1,6 @@
 """Streamed weights in the hands of code that was not written for them, and partly trained."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +12,7 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    attached,
-    bits,
-    gradients,
-    in_turn,
-    weights,
-)
+from tests.training import assert_same_bits, attached, bits, gradients, in_turn, weights
 from tests.weights.support import (
     OVERLAPS,
     Net,
@@ -45,7 +35,7 @@ class Subclass(torch.Tensor):
     """Of a user."""
 
 
-LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+LOOKS = {
     "no bytes": lambda p: (p.shape, p.stride(), p.dtype, p.numel(), len(p), p.requires_grad),
     "no bytes either": lambda p: (isinstance(p, nn.Parameter), p.is_contiguous(), p.grad),
     "repr": repr,
@@ -109,7 +99,7 @@ def _on_the_host(model, x):
         return model(x)
 
 
-CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+CALLS = {
     "with its own weights": lambda m, x: torch.func.functional_call(
         m, dict(m.named_parameters()), (x,)
     ),
@@ -158,7 +148,7 @@ class Encoder(nn.Module):
         return F.pad(encoded, (0, 0, 0, 6 - encoded.shape[1]))
 
 
-FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
+FAST_PATHS = {
     "a layer": lambda: nn.Sequential(layer()),
     "layers": lambda: nn.Sequential(layer(), layer()),
     "an encoder": lambda: Encoder(False),
@@ -210,7 +200,7 @@ def test_text_generation_between_steps(model, optimizer, kind, beams):
 # ---------------------------------------------------------------------- gradients
 @compared(optimizer_of=None)
 def test_gradients_as_values_of_a_function(model, optimizer):
-    inputs: Any = dict(model.named_parameters())
+    inputs = dict(model.named_parameters())
     if "dict[" not in str(torch.autograd.grad.__annotations__["inputs"]):  # torch before 2.12
         inputs = list(inputs.values())
     slopes = torch.autograd.grad(loss(model), inputs, materialize_grads=True)
@@ -234,7 +224,7 @@ def test_asking_for_gradients_brings_no_weights(engine, accessed, how):
 
 @compared(optimizer_of=None)
 def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, optimizer):
-    seen: list[Numbers] = []
+    seen = []
 
     def look(module, *gradients):
         seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})

@@ -5,13 +5,7 @@ import pytest
 pytest.register_assert_rewrite("tests.optimizer.gradients.pairs")
 
 from tests.optimizer.gradients.acts import PREPARED  # noqa: E402
-from tests.optimizer.gradients.pairs import (  # noqa: E402
-    DTYPES,
-    LAYOUTS,
-    SOURCES,
-    Pair,
-    gradient,
-)
+from tests.optimizer.gradients.pairs import DTYPES, LAYOUTS, SOURCES, Pair, gradient  # noqa: E402
 from tests.store.conftest import make_rig, rig  # noqa: E402
 from tests.training import in_turn  # noqa: E402
 

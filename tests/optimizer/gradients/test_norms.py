@@ -1,8 +1,6 @@
 """Norms of offloaded gradients, and unscaling them."""
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +10,10 @@ from offload_strategy.optimizer.gradients.gradient_backing import norm_of
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
 from tests.optimizer.gradients.acts import PREPARED, unscaled
-from tests.optimizer.gradients.pairs import (
-    DTYPES,
-    LAYOUTS,
-    assert_same,
-    forbid_loading,
-    gradient,
-)
+from tests.optimizer.gradients.pairs import DTYPES, LAYOUTS, assert_same, forbid_loading, gradient
 
 ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
-NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
+NORMS = {
     "vector_norm": lambda g, order: torch.linalg.vector_norm(g, order),
     "torch.norm": lambda g, order: torch.norm(g, order),
     "method": lambda g, order: g.norm(order),

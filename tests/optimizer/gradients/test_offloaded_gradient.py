@@ -1,23 +1,12 @@
 """An offloaded gradient answers as the plain gradient does: values, errors, aliases and steps."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS, scaled
-from tests.optimizer.gradients.pairs import (
-    Pair,
-    Raised,
-    assert_same,
-    for_each,
-    gradient,
-    outcome,
-)
-
-Act = Callable[[Any], Any]
+from tests.optimizer.gradients.pairs import Pair, Raised, assert_same, for_each, gradient, outcome
 
 
 def test_reads_give_what_the_plain_gradient_gives(prepared_pair):
