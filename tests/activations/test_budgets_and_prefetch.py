@@ -1,7 +1,6 @@
 """How much leaves, by what a path can hide and its drives may take, and what is fetched ahead."""
 
 import logging
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -29,16 +28,12 @@ from tests.training import (
 
 
 # ---------------------------------------------------------------------- the automatic budget
-@dataclass
 class SlowPath:
     """A path that takes what it is told to."""
 
-    waiting: int = 0
-    write: float | None = None
-    read: float | None = None
-    memory: int = 0
-    waits: list[float] = field(default_factory=list)
-    clears: bool = False
+    def __init__(self, waiting=0, write=None, read=None, memory=0, clears=False):
+        self.waiting, self.write, self.read, self.memory = waiting, write, read, memory
+        self.clears, self.waits = clears, []
 
     def writing_bytes(self):
         return self.waiting
@@ -58,11 +53,8 @@ class SlowPath:
 
 def step(saved, left, waited=0.0):
     """A step of ten seconds that is over."""
-    trace = Trace()
-    trace.started_at = 0.0
-    trace.saved_bytes, trace.left_bytes, trace.waited = saved, left, waited
-    trace.uses = [(0, 10.0, waited)]
-    return trace
+    uses = [(0, 10.0, waited)]
+    return Trace(started_at=0.0, saved_bytes=saved, left_bytes=left, waited=waited, uses=uses)
 
 
 def offer(budget, nbytes, trace, idle=None):

@@ -304,10 +304,7 @@ KINDS = {
         "a conjugate": lambda m: torch.ones(4, dtype=torch.complex64).conj(),
         "a scalar": lambda m: m.weight.sum(),
     },
-    Stays.SUBCLASS: {
-        "a subclass": lambda m: wrapper(),
-        "jagged": lambda m: _nested(torch.jagged),
-    },
+    Stays.SUBCLASS: {"a subclass": lambda m: wrapper(), "jagged": lambda m: _nested(torch.jagged)},
     Stays.LAYOUT: {
         "sparse": lambda m: torch.eye(4).to_sparse(),
         "compressed sparse": lambda m: torch.eye(4).to_sparse_csr(),

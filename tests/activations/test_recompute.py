@@ -7,12 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils import checkpoint as regions
+from torch.utils.checkpoint import checkpoint
 
 from tests.activations.support import noise, written
 from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
@@ -25,14 +21,15 @@ def selective(*saved):
     """A region that computes again all but the results of a few operations."""
 
     def decide(context, op, *args, **options):
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        policy = regions.CheckpointPolicy
+        return policy.MUST_SAVE if op in saved else policy.PREFER_RECOMPUTE
 
-    contexts = partial(create_selective_checkpoint_contexts, decide)
+    contexts = partial(regions.create_selective_checkpoint_contexts, decide)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 def _without_early_stop(region, x):
-    with set_checkpoint_early_stop(False):
+    with regions.set_checkpoint_early_stop(False):
         return non_reentrant(region, x)
 
 

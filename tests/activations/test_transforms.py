@@ -40,8 +40,7 @@ AROUND = {
     "Jacobian-vector products": lambda m: [*torch.func.jvp(m, (batch(0),), (batch(1),))],
     "Hessians": lambda m: [torch.func.hessian(lambda x: m(x).pow(2).sum())(batch(0)[0])],
     "other parameters": lambda m: _slopes(
-        m,
-        torch.func.functional_call(m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),)),
+        m, torch.func.functional_call(m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),))
     ),
 }
 
@@ -90,7 +89,7 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine):
 
 
 # ---------------------------------------------------------------------- compiled
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_compiled_remains():
     yield
     torch._dynamo.reset()
@@ -126,7 +125,6 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_a_compiled_model_is_the_same_in_whatever_order(order, engine):
     plain, model = network(), network()
     compile_model, when = ORDERS[order]
@@ -147,7 +145,6 @@ def test_a_compiled_model_is_the_same_in_whatever_order(order, engine):
     assert moved(engine) > 0
 
 
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_one_graph_around_an_attached_model_is_refused_with_advice(engine):
     model = network()
     engine.attach(model)
@@ -157,7 +154,6 @@ def test_one_graph_around_an_attached_model_is_refused_with_advice(engine):
     compiled(model, fullgraph=True)(noise(4, 8))
 
 
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_generated_kernels_get_the_same_inputs(engine, tmp_path, monkeypatch):
     """They check the strides of what was saved, and rely on its alignment."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -191,7 +187,6 @@ TRACES = {
 
 
 @pytest.mark.parametrize("how", TRACES)
-@pytest.mark.usefixtures("nothing_compiled_remains")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_nothing_leaves_while_a_model_is_traced(how, engine):
     model = network()

@@ -6,6 +6,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from offload_strategy import OffloadEngine
+from tests.activations.test_planned import limited
 from tests.activations.zoo import ZOO, batch, build, loss_of
 from tests.training import (
     activations_only,
@@ -15,7 +16,6 @@ from tests.training import (
     moved,
     on_disk,
     saved_storages,
-    settings,
     weights,
 )
 
@@ -24,7 +24,6 @@ pytest.importorskip("transformers")
 
 #: Micro-batches of a step, and whether all forward passes come first: then backward passes run in
 #: the same order in one step and in the reverse order in the next.
-Schedule = tuple[int, bool]
 ONCE, ACCUMULATED, FORWARDS_FIRST = (1, False), (3, False), (3, True)
 ALL, BOTH = (ONCE, ACCUMULATED, FORWARDS_FIRST), (ONCE, FORWARDS_FIRST)
 
@@ -159,9 +158,7 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
 def test_the_same_with_a_plan(kind, reentrant, disk):
     """The passes before the plan offload everything, those after it keep what fits: all of it."""
     expected = train(kind, build(kind, reentrant), steps=6)
-    config = settings(disk, optimizer={"enabled": False}, planning={"device_memory": "auto"})
-    config["activations"] = {"min_size": 1}
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(limited(disk)) as engine:
         model = build(kind, reentrant)
         engine.attach(model)
         assert_same_history(train(kind, model, steps=6), expected)

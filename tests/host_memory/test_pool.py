@@ -183,10 +183,6 @@ def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(monkeyp
 
 
 # ---------------------------------------------------------------------- the arena
-def _places(tensors):
-    return sorted((t.data_ptr(), t.data_ptr() + round_up(t.numel(), PAGE_BYTES)) for t in tensors)
-
-
 @needs_arena
 def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again():
     pool = BufferPool(256 * MiB)
@@ -275,8 +271,9 @@ def test_memory_never_overlaps_and_figures_hold(budget, steps):
         assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
         if small or not any(step[0] == "must" for step in steps[: serial + 1]):
             assert usage.held_bytes <= max(budget, usage.lent_bytes)
-    places = _places([tensor for tensor, _ in acquired])
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
+    begins = sorted((tensor.data_ptr(), tensor.numel()) for tensor, _ in acquired)
+    for (begin, nbytes), (following, _) in pairwise(begins):
+        assert begin + round_up(nbytes, PAGE_BYTES) <= following
     assert all(int(tensor[0]) == value == int(tensor[-1]) for tensor, value in acquired)
     acquired.clear()
     pool.trim()

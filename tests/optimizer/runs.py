@@ -211,9 +211,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 adamw = OPTIMIZERS["AdamW fused"]
 
 
-Script = Callable[[Run], None]
-
-
 @contextmanager
 def offloading(
     directory: Path, overlap: str = "commit", host: str | None = None, **sections: Any
@@ -233,7 +230,7 @@ def give_room_for_new_weights(monkeypatch: pytest.MonkeyPatch, has_room: bool) -
 
 
 def compare(
-    script: Script,
+    script: Callable[[Run], None],
     make_optimizer: MakeOptimizer | None,
     directory: Path,
     overlap: str = "commit",
@@ -241,11 +238,7 @@ def compare(
     make_model: Callable[[], Any] = make_net,
     **options: Any,
 ) -> dict[str, float]:
-    """Run a script without and with offload; everything noted must be the same to the last bit.
-
-    Returns:
-        the engine's metrics.
-    """
+    """Fail unless a script notes the very same without and with offload; the engine's metrics."""
     eager = overlap == "eager"
     plain = Run(make_optimizer, None, eager, make_model)
     script(plain)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, RMSprop
+from torch.optim import SGD, AdamW
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise
-from tests.optimizer.runs import EVERY_OVERLAP, offloading
+from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, offloading
 from tests.training import assert_same_bits, in_turn, moved, on_disk, settings
 
 
@@ -90,22 +90,13 @@ def test_a_group_that_is_added_later_is_checked(disk):
         assert optimizer.state[third]["exp_avg"].shape == (2, 2)
 
 
-def test_parameters_without_memory_are_refused():
-    with torch.device("meta"):
-        net = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="parameters on the meta device"):
-        check_supported(AdamW(net.parameters()))
-
-
-SIZES = {
-    "AdamW": AdamW,
-    "Adam amsgrad": lambda p: Adam(p, amsgrad=True),
-    "SGD": lambda p: SGD(p, 0.1),
+SIZED = [
+    *("AdamW", "Adam amsgrad fused", "SGD", "RMSprop centered foreach", "ASGD", "Adafactor"),
+    *("of somebody else's", "SGD momentum for some"),
+]
+MAKE = {
+    **OPTIMIZERS,
     "SGD momentum for some": lambda p: SGD([{"params": p[:2]}, {"params": p[2:], "momentum": 0.9}]),
-    "RMSprop centered": lambda p: RMSprop(p, centered=True),
-    "ASGD": ASGD,
-    "Adafactor": Adafactor,
-    "of somebody else's": Twisted,
     **QUANTIZED,
 }
 ROUNDED = Precision(state_dtype=torch.bfloat16)
@@ -116,8 +107,7 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "per_element"),
     [
-        *((kind, torch.float32, Precision(), None) for kind in SIZES if kind not in QUANTIZED),
-        *((kind, torch.bfloat16, Precision(), None) for kind in SIZES if kind not in QUANTIZED),
+        *((*each, Precision(), None) for each in product(SIZED, [torch.float32, torch.bfloat16])),
         ("AdamW", torch.float32, Precision(), 8),
         ("AdamW", torch.float32, ROUNDED, 4),
         ("AdamW", torch.bfloat16, ROUNDED, 4),
@@ -139,7 +129,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
     if kind in QUANTIZED:
         shapes = ((512, 768), (64, 64), (64,), (9,))
     parameters = nn.ParameterList(_parameters(*shapes, dtype=dtype))
-    expected = sum(check_supported(SIZES[kind](parameters), precision).state_bytes)
+    expected = sum(check_supported(MAKE[kind](parameters), precision).state_bytes)
     # Tensors of three dimensions are not among those on which Adafactor is tried.
     error = {"Adafactor": 0.5, **dict.fromkeys(QUANTIZED, 0.1)}.get(kind, 0.0)
     if per_element is not None:
@@ -151,7 +141,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
         "subgroup_size": 10**6,
     }
     with offloading(disk, "off", optimizer=options) as engine:
-        optimizer = engine.attach(None, SIZES[kind](parameters))
+        optimizer = engine.attach(None, MAKE[kind](parameters))
         for step in (1, 2):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)

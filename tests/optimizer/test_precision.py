@@ -97,7 +97,7 @@ SECTIONS = [
 ]
 #: The others take turns with one of these each.
 IN_ALL_SECTIONS = [
-    *("AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a state that comes late"),
+    *("AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a state that comes late")
 ]
 IN_TURN = ["ASGD", "AdamW", "Adagrad", "NAdam", "SGD", "SGD momentum", "AdamW foreach"]
 #: Only float32 states are rounded, and only half weights have masters.
@@ -113,8 +113,7 @@ WITHOUT_EFFECT = [
         *(
             (*pair, overlap)
             for pair, overlap in in_turn(
-                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)],
-                EVERY_OVERLAP,
+                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)], EVERY_OVERLAP
             )
         ),
         *(("AdamW", section, "commit") for section in WITHOUT_EFFECT),

@@ -97,11 +97,8 @@ def net(of: Callable[[], nn.Module] = Net) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
+    """Of the parameters that are trained."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

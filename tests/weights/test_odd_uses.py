@@ -9,15 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.activations.support import noise
-from tests.activations.test_recompute import WAYS
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, attached, bits, gradients, in_turn, weights
 from tests.weights.support import (
     OVERLAPS,
-    Net,
     adamw,
-    adamw_of_trained,
     away,
     compared,
     loss,
@@ -30,7 +27,6 @@ from tests.weights.support import (
 )
 
 
-# ---------------------------------------------------------------------- looks
 class Subclass(torch.Tensor):
     """Of a user."""
 
@@ -300,7 +296,7 @@ def test_adapters_train_the_same_and_are_merged_the_same(engine, kind, reentrant
     model = adapted(base, kind)
     if reentrant is not None:
         model.enable_input_require_grads()
-    optimizer = attached(engine, model, adamw_of_trained(model))
+    optimizer = attached(engine, model, adamw(model))
     assert engine is None or away(model)
     history = train(model, optimizer, loss_of=zoo_loss(kind))
     merged = model.merge_and_unload().eval()
@@ -319,7 +315,7 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engi
     if engine is not None:
         engine.attach(base)
     model = adapted(base, kind)
-    optimizer = attached(engine, None, adamw_of_trained(model))
+    optimizer = attached(engine, None, adamw(model))
     history = train(model, optimizer, loss_of=zoo_loss(kind))
     model.save_pretrained(tmp_path / "adapters")
     loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
@@ -336,38 +332,4 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
             if ".1." in name:
                 parameter.requires_grad_(number // 2 % 2 == first)
         history += train(model, optimizer, 1, first=number, loss_of=zoo_loss(kind))
-    return history
-
-
-class Product(nn.Module):
-    """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight).tanh()
-
-
-def _recomputed(trained):
-    def block():
-        return nn.Sequential(Product(), Product())
-
-    model = net(lambda: Net(block, around=WAYS["non-reentrant"]))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    return model
-
-
-@pytest.mark.parametrize(("trained", "overlap"), in_turn(["bias", "0.weight", "blocks.2"], ["off"]))
-@compared(_recomputed, adamw_of_trained)
-def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(model, optimizer):
-    history = []
-    for number in range(2):
-        optimizer.zero_grad()
-        x = noise(2, 8, seed=number).requires_grad_()
-        model.features(x).sum().backward()
-        history.append({"input": x.grad, **gradients(model)})
-        optimizer.step()
     return history

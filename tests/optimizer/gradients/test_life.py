@@ -14,7 +14,6 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from tests.optimizer.gradients.acts import PINS, READS, STEPS, scaled, unscaled, with_gradient
 from tests.optimizer.gradients.pairs import Pair, assert_same, forbid_loading, gradient
 
-# ---------------------------------------------------------------------- zeros
 ZEROING = {
     "zero_": lambda p: p.grad.zero_(),
     "listed": lambda p: torch._foreach_zero_([p.grad, torch.ones(3)]),
