@@ -299,9 +299,7 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(tr
 
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
-def test_what_must_move_goes_on_and_the_run_is_told_once_after_an_hours_worth(
-    training, has_room, caplog, monkeypatch
-):
+def test_what_must_move_goes_on_and_is_told_once(training, has_room, caplog, monkeypatch):
     activations, states = training.without_budget()
     monkeypatch.setattr(Budget, "may_stay", lambda *_: has_room)
     training.run(training.config(states / 4), steps=20)

@@ -83,10 +83,8 @@ def refusal(name, attach, between):
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
         step()
-    found = re.search(
-        r"\[(\S+ \[.*?\])\].* version (\d+); expected version (\d+)", str(error.value)
-    )
-    return found and found.groups()
+    said = re.search(r"\[(\S+ \[.*?\])\].* version (\d+); expected version (\d+)", str(error.value))
+    return said and said.groups()
 
 
 @pytest.mark.parametrize("where", ["in a batch", "being written", "on the disk", "host", "kept"])

@@ -188,9 +188,7 @@ def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
 )
-def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
-    engine, monkeypatch, number, error_class
-):
+def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, number, error_class):
     model, expected = with_gradients(_sines)
     engine.attach(model)
     with monkeypatch.context() as patch:

@@ -130,9 +130,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     assert written > 0  # by the cheapest
 
 
-def test_files_of_ways_are_overwritten_only_by_force(
-    known_cores, ssd_offload, tmp_path, monkeypatch
-):
+def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path, monkeypatch):
     file, cheapest = tmp_path / "plan.yaml", tmp_path / "plan-cheapest.yaml"
     cheapest.write_text("mine")
     words = ["plan", "gpt2", *HERE.split(), "--write-config", file]

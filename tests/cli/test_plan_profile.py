@@ -84,9 +84,7 @@ def script(tmp_path):
 
 def test_it_ends_the_script_and_plans_its_step(script, tmp_path):
     profile = tmp_path / "profile.json"
-    words = (
-        f"plan --passes 4 --json --write-profile {profile} --read 1 --write 1 {script} {tmp_path}"
-    )
+    words = f"--passes 4 --json --write-profile {profile} --read 1 --write 1 {script} {tmp_path}"
     found = python("-m", "offload_strategy.cli", "plan", *words.split(), "1000", home=tmp_path)
     assert found.returncode in (0, 1), found.stderr
     assert "step 3" in found.stderr

@@ -216,10 +216,8 @@ def offloading(
     directory: Path, overlap: str = "commit", host: str | None = None, **sections: Any
 ) -> Iterator[OffloadEngine]:
     """An engine that offloads optimizer states, in subgroups of a few tensors."""
-    options = {"overlap": overlap, "subgroup_size": 60, **sections.pop("optimizer", {})}
-    config = settings(
-        directory, host, optimizer=options, activations={"enabled": False}, **sections
-    )
+    given = {"overlap": overlap, "subgroup_size": 60, **sections.pop("optimizer", {})}
+    config = settings(directory, host, optimizer=given, activations={"enabled": False}, **sections)
     with OffloadEngine(config) as engine:
         yield engine
 

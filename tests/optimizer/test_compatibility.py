@@ -15,7 +15,7 @@ from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise
 from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, offloading
-from tests.training import assert_same_bits, in_turn, moved, on_disk, settings
+from tests.training import assert_same_bits, attached, in_turn, moved, on_disk, settings
 
 
 def _parameters(*shapes, dtype=torch.float32):
@@ -38,9 +38,7 @@ def _train(optimizer, parameters, count):
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused_with_the_reason(
-    name, disk, caplog
-):
+def test_unsupported_optimizers_keep_their_states_in_memory_or_are_refused(name, disk, caplog):
     """The trial leaves no trace: neither in what they keep, nor in random numbers."""
     make, reason = UNSUPPORTED[name]
 
@@ -48,10 +46,7 @@ def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused
         torch.manual_seed(0)
         np.random.seed(0)
         parameters = _parameters((3, 4), (4,), (40, 40))
-        optimizer = make(parameters)
-        return _train(
-            optimizer if engine is None else engine.attach(None, optimizer), parameters, 8
-        )
+        return _train(attached(engine, None, make(parameters)), parameters, 8)
 
     kind = type(make(_parameters((1,)))).__name__
     refused = rf"{kind} cannot be offloaded: it.*{reason}"
@@ -121,9 +116,7 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
-    kind, dtype, precision, per_element, disk
-):
+def test_bytes_of_states_are_known_and_all_that_is_moved(kind, dtype, precision, per_element, disk):
     # Of whole pages.
     shapes = ((64, 64), (32, 64), (2048,), (16, 32, 8))
     if kind in QUANTIZED:

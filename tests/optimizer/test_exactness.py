@@ -173,9 +173,7 @@ def _edit_twice(edit):
 EDITS = {
     "gradients changed through views": lambda p: p.grad[0].zero_(),
     "gradients replaced": lambda p: setattr(p, "grad", p.grad * 2),
-    "gradients replaced by transposed ones": lambda p: setattr(
-        p, "grad", p.grad.t().contiguous().t()
-    ),
+    "gradients replaced, transposed": lambda p: setattr(p, "grad", p.grad.t().contiguous().t()),
     "gradients replaced by equal ones": lambda p: setattr(p, "grad", p.grad.clone()),
     "gradients copied with the model": lambda p: copy.deepcopy(p),
     "gradients dropped": lambda p: setattr(p, "grad", None),

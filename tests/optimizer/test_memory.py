@@ -72,9 +72,7 @@ def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypa
 
 @pytest.mark.usefixtures("gradients_leave")
 @pytest.mark.parametrize("kept", ["nothing", "alias", "numpy", "strides"])
-def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use_it(
-    kept, disk, monkeypatch, aheads
-):
+def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, monkeypatch, aheads):
     give_room_for_new_weights(monkeypatch, True)
     keeping = []
     found = []
@@ -157,7 +155,7 @@ _WARM_UP, _STEPS = 8, 12
 
 
 @pytest.mark.parametrize(
-    ("overlap", "activations", "host_tier"),
+    ("overlap", "activations", "host"),
     [
         ("eager", False, None),
         ("commit", True, None),
@@ -165,10 +163,8 @@ _WARM_UP, _STEPS = 8, 12
         ("off", False, None),
     ],
 )
-def test_buffers_are_not_given_back_in_each_step(
-    overlap, activations, host_tier, disk, monkeypatch
-):
-    if host_tier is not None:
+def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, disk, monkeypatch):
+    if host is not None:
         # Less than the states have, which step() gives back together when new ones are current.
         # Where they are on a disk, this little would also limit what lanes have idle in turns.
         monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
@@ -191,7 +187,7 @@ def test_buffers_are_not_given_back_in_each_step(
     monkeypatch.setattr(Arena, "_give_back", noted)
     config = settings(
         disk,
-        host_tier,
+        host,
         optimizer={"overlap": overlap, "subgroup_size": 1024**2},
         activations={"enabled": activations},
         memory={"pinned": "128MiB"},

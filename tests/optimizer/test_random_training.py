@@ -139,9 +139,7 @@ class AnyTraining(RuleBasedStateMachine):
 
     @rule(crosswise=st.booleans())
     def save_and_load(self, crosswise):
-        saved = [
-            copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict())) for run in self.runs
-        ]
+        saved = [copy.deepcopy((r.model.state_dict(), r.optimizer.state_dict())) for r in self.runs]
         if crosswise:
             saved.reverse()
         for run, (weights, states) in zip(self.runs, saved, strict=True):

@@ -65,9 +65,7 @@ def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
 
 @pytest.mark.parametrize(
     ("name", "overlap", "pending", "through_a_file"),
-    in_turn(
-        MAKE, EVERY_OVERLAP, [True, False, False, False, False, True], [True, True, False, False]
-    ),
+    in_turn(MAKE, EVERY_OVERLAP, [True, *[False] * 4, True], [True, True, False, False]),
 )
 @pytest.mark.usefixtures("uncompiled")
 def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):

@@ -20,9 +20,8 @@ OVERLAPS = ["eager", "commit", "off"]
 
 
 def streaming(disk: Path, **sections: Any) -> OffloadEngine:
-    return OffloadEngine(
-        settings(disk, **{"parameters": {"enabled": True, "min_size": 1}, **sections})
-    )
+    sections = {"parameters": {"enabled": True, "min_size": 1}, **sections}
+    return OffloadEngine(settings(disk, **sections))
 
 
 def away(model: Any) -> list[str]:

@@ -55,9 +55,7 @@ def layers(width=4):
 # ---------------------------------------------------------------------- made
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "ViT", "Mixtral"])
 @pytest.mark.parametrize("pretrained", [False, True], ids=["built", "from_pretrained"])
-def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
-    engine, accessed, folder, kind, pretrained
-):
+def test_a_model_made_within_building_is_as_a_plain_one(engine, accessed, folder, kind, pretrained):
     plain = saved(kind, folder) if pretrained else build(kind)
     with engine.building():
         model = type(plain).from_pretrained(folder) if pretrained else build(kind)
@@ -99,9 +97,7 @@ def test_a_module_that_cannot_fill_itself_is_named(engine):
 
 
 @pytest.mark.parametrize("doing", ["attach", "load_weights"])
-def test_tiers_that_are_too_small_are_refused_before_anything_moves(
-    disk, tmp_path, doing, sections
-):
+def test_too_small_tiers_are_refused_before_anything_moves(disk, tmp_path, doing, sections):
     config = settings(disk, **sections)
     config["tiers"][0]["capacity"] = "64KiB"
     model = layers(100)
@@ -151,9 +147,7 @@ def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(engine, folder, kind
 
 
 @WAYS
-def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_with_it(
-    engine, folder, adopt
-):
+def test_an_attached_model_is_loaded_and_its_aliases_change_with_it(engine, folder, adopt):
     plain, model = saved("GPT-2", folder), build("GPT-2")
     engine.attach(model)
     loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now

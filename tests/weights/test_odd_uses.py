@@ -65,10 +65,8 @@ def test_looking_at_a_weight(engine):
     for name, look in LOOKS.items():
         before = away(model)
         assert before
-        for (of, streamed), expected in zip(
-            model.named_parameters(), plain.parameters(), strict=True
-        ):
-            assert look(streamed) == look(expected), f"{name} of {of}"
+        for (of, streamed), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert look(streamed) == look(twin), f"{name} of {of}"
         assert not name.startswith("no bytes") or away(model) == before
     assert repr(model) == repr(plain)
 
@@ -96,9 +94,7 @@ def _on_the_host(model, x):
 
 
 CALLS = {
-    "with its own weights": lambda m, x: torch.func.functional_call(
-        m, dict(m.named_parameters()), (x,)
-    ),
+    "as a function": lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,)),
     "in evaluation mode": lambda m, x: m.eval()(x),
     "not by way of its hooks": lambda m, x: m.forward(x),
     "of a part": lambda m, x: m.features(x),

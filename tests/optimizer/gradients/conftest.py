@@ -22,9 +22,7 @@ def pair_of(request, rig):
     return make
 
 
-@pytest.fixture(
-    params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]), ids=str
-)
+@pytest.fixture(params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(PREPARED)]), ids=str)
 def prepared_pair(request, pair_of):
     """Makes pairs of each dtype in each layout, and each of both as it came and with steps."""
     (dtype, layout), prepared = request.param
