@@ -239,7 +239,7 @@ class Training:
     """Steps of a minute each, and what activations and states have written by the end of each."""
 
     def __init__(self, disk, monkeypatch):
-        self.disk, self.now, self.written = disk, 1000.0, list[tuple[int, int]]()
+        self.disk, self.now, self.written = disk, 1000.0, []
         for module in (write_budget, engine_metrics):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 

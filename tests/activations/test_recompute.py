@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import checkpoint as regions
+from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
 
 from tests.activations.support import noise, written
@@ -21,15 +21,15 @@ def selective(*saved):
     """A region that computes again all but the results of a few operations."""
 
     def decide(context, op, *args, **options):
-        policy = regions.CheckpointPolicy
+        policy = checkpointing.CheckpointPolicy
         return policy.MUST_SAVE if op in saved else policy.PREFER_RECOMPUTE
 
-    contexts = partial(regions.create_selective_checkpoint_contexts, decide)
+    contexts = partial(checkpointing.create_selective_checkpoint_contexts, decide)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 def _without_early_stop(region, x):
-    with regions.set_checkpoint_early_stop(False):
+    with checkpointing.set_checkpoint_early_stop(False):
         return non_reentrant(region, x)
 
 
@@ -95,7 +95,7 @@ class Step:
 @pytest.mark.parametrize("way", WAYS)
 def test_regions_are_computed_again_and_only_their_inputs_leave(engine, way):
     step = Step(way)
-    model, left = step.model, list[int]()
+    model, left = step.model, []
     seen = saved_storages(lambda: model(step.x), [*model.parameters(), *model.buffers()])
     engine.attach(model)
 

@@ -108,7 +108,7 @@ def test_training_is_the_same(kind, reentrant, disk):
 
 
 # A compiled region saves what its partitioner chose, as a few large tensors, by the same hooks.
-# With checkpointing: tests/integrations/combinations.py.
+# With checkpointing: tests/integrations/test_combinations.py.
 def test_a_compiled_model_is_the_same(disk):
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
     graphs = []

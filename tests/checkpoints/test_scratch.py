@@ -55,7 +55,7 @@ TENSORS = [
 
 @pytest.mark.parametrize("directories", [True, False], ids=["file", "memory"])
 @pytest.mark.parametrize("buffer", [8 * MiB, 16384])
-def test_tensors_come_back_with_all_that_they_are(directories, buffer, disk, way, monkeypatch):
+def test_tensors_come_back_with_strides_dtype_and_bits(directories, buffer, disk, way, monkeypatch):
     monkeypatch.setattr(scratch, "_BUFFER_BYTES", buffer)
     before = deleted_files()
     for copy, tensor in zip(filled([disk] * directories, *TENSORS), TENSORS, strict=True):

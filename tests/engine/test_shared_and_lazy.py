@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from tests.optimizer.runs import EVERY_OVERLAP, snapshot
-from tests.training import assert_same_bits, left_bytes, same_with_and_without, settings, weights
+from tests.training import assert_same_bits, attached, left_bytes, same_with_and_without, settings
 
 
 def assert_same_with_and_without(script, make, disk, overlap):
@@ -19,7 +19,7 @@ def assert_same_with_and_without(script, make, disk, overlap):
     def run(engine):
         torch.manual_seed(0)
         net = make()
-        return script(lambda made: made if engine is None else engine.attach(net, made), net)
+        return script(lambda optimizer: attached(engine, net, optimizer), net)
 
     figures = same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
     for client in ("activations", "optimizer"):
@@ -77,7 +77,7 @@ def later(attach, net):
             backward(net, step)
             optimizer.step()
             two.zero_grad()
-            history.append(weights(net))
+            history.append(snapshot(net, gradients=False))
     return history
 
 

@@ -15,7 +15,7 @@ from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.units import MiB
 from tests.optimizer.runs import adamw, give_room_for_new_weights, make_layers, offloading
-from tests.training import assert_same_bits, moved, on_disk, settings, weights
+from tests.training import assert_same_bits, attached, moved, on_disk, settings, weights
 
 
 def _backward(model):
@@ -25,9 +25,7 @@ def _backward(model):
 
 def _train(model, engine, watch=lambda model: None, steps=3):
     """Train; `watch` gets the model after each backward."""
-    optimizer = adamw(model)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
+    optimizer = attached(engine, model, adamw(model))
     for _ in range(steps):
         optimizer.zero_grad()
         _backward(model)

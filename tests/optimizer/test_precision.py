@@ -24,7 +24,7 @@ def _come_late(o, g, p, s):
 MAKE = {
     **OPTIMIZERS,
     "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
-    "a state that comes late": lambda m: Twisted(m.parameters(), _come_late),
+    "a late state": lambda m: Twisted(m.parameters(), _come_late),
 }
 MASTERS = {"master_weights": True}
 BFLOAT16 = {"state_dtype": "bfloat16"}
@@ -96,9 +96,7 @@ SECTIONS = [
     (torch.bfloat16, {**MASTERS, **BFLOAT16}),
 ]
 #: The others take turns with one of these each.
-IN_ALL_SECTIONS = [
-    *("AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a state that comes late")
-]
+IN_ALL_SECTIONS = ["AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a late state"]
 IN_TURN = ["ASGD", "AdamW", "Adagrad", "NAdam", "SGD", "SGD momentum", "AdamW foreach"]
 #: Only float32 states are rounded, and only half weights have masters.
 WITHOUT_EFFECT = [

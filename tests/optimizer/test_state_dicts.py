@@ -24,7 +24,7 @@ from tests.optimizer.runs import (
     offloading,
     steps,
 )
-from tests.training import assert_same_bits, assert_same_history, bits, in_turn
+from tests.training import assert_same_bits, assert_same_history, attached, bits, in_turn
 
 MAKE = {
     "AdamW": adamw,
@@ -139,9 +139,7 @@ def test_updates_are_compiled_once(disk, monkeypatch):
 
     def train(engine=None):
         model = make_layers(2, 64)
-        optimizer = QUANTIZED["torchao AdamW8bit"](model)
-        if engine is not None:
-            optimizer = engine.attach(model, optimizer)
+        optimizer = attached(engine, model, QUANTIZED["torchao AdamW8bit"](model))
         history = []
         for step in range(5):
             model(torch.full((2, 64), 1.0 + step)).square().sum().backward()

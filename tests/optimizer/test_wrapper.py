@@ -100,7 +100,7 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
     compare(script, None, disk, overlap)
 
 
-class KeepsParameters(list[nn.Parameter]):
+class KeepsParameters(list):
     """A hook as averages of weights have: an update of a subgroup does not run hooks."""
 
     def __call__(self, *_): ...

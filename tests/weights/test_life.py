@@ -158,9 +158,7 @@ PLACES = {
     "after the model": lambda m, fail: m.register_forward_hook(fail),
     "after the backward of a layer": lambda m, f: m.blocks[1].down.register_full_backward_hook(f),
     "at the gradient of a weight": lambda m, fail: m.blocks[1].up.weight.register_hook(fail),
-    "when a gradient is complete": lambda m, fail: m.blocks[
-        1
-    ].up.weight.register_post_accumulate_grad_hook(fail),
+    "at a whole gradient": lambda m, f: m.blocks[1].up.weight.register_post_accumulate_grad_hook(f),
 }
 ERRORS = [LookupError, KeyboardInterrupt]
 RECOMPUTED = ["reentrant", "non-reentrant", "two reentrant"]

@@ -160,9 +160,7 @@ class Limited(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embeddings = nn.ModuleList(
-            [nn.Embedding(16, 8, max_norm=1.0, padding_idx=0) for _ in range(3)]
-        )
+        self.embeddings = nn.ModuleList([nn.Embedding(16, 8, 0, max_norm=1.0) for _ in range(3)])
         self.bag = nn.EmbeddingBag(16, 8, max_norm=0.5)
         self.head = nn.Linear(8, 8)
 

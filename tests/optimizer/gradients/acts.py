@@ -162,9 +162,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "times NaN": lambda g: g.mul_(float("nan")),
     "unscaled": lambda g: unscaled(g, 1 / 3),
     "clipped by value": lambda g: nn.utils.clip_grad_value_(with_gradient(g), 0.1),
-    "clipped by value, not as a list": lambda g: nn.utils.clip_grad_value_(
-        with_gradient(g), 0.1, foreach=False
-    ),
+    "clipped one by one": lambda g: nn.utils.clip_grad_value_(with_gradient(g), 0.1, foreach=False),
     "clipped by norm": lambda g: nn.utils.clip_grad_norm_(with_gradient(g), 0.1),
     "refused": lambda g: g.clamp_(),
     "refused for its limit": lambda g: g.clamp_(1e300),
