@@ -1,7 +1,6 @@
 """How much leaves, by what a path can hide and its drives may take, and what is fetched ahead."""
 
 import logging
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from offload_strategy.units import GiB, MiB
 from tests.activations.support import noise
 from tests.training import (
     Block,
-    Numbers,
     activations_only,
     assert_same_history,
     attached,
@@ -30,16 +28,12 @@ from tests.training import (
 
 
 # ---------------------------------------------------------------------- the automatic budget
-@dataclass
 class SlowPath:
     """A path that takes what it is told to."""
 
-    waiting: int = 0
-    write: float | None = None
-    read: float | None = None
-    memory: int = 0
-    waits: list[float] = field(default_factory=list)
-    clears: bool = False
+    def __init__(self, waiting=0, write=None, read=None, memory=0, clears=False):
+        self.waiting, self.write, self.read, self.memory = waiting, write, read, memory
+        self.clears, self.waits = clears, []
 
     def writing_bytes(self):
         return self.waiting
@@ -59,11 +53,8 @@ class SlowPath:
 
 def step(saved, left, waited=0.0):
     """A step of ten seconds that is over."""
-    trace = Trace()
-    trace.started_at = 0.0
-    trace.saved_bytes, trace.left_bytes, trace.waited = saved, left, waited
-    trace.uses = [(0, 10.0, waited)]
-    return trace
+    uses = [(0, 10.0, waited)]
+    return Trace(started_at=0.0, saved_bytes=saved, left_bytes=left, waited=waited, uses=uses)
 
 
 def offer(budget, nbytes, trace, idle=None):
@@ -183,7 +174,7 @@ def figure(engine, name):
 def test_a_learned_order_has_no_misses(disk):
     plain, model = Crossed(), Crossed()
     expected = backward_history(plain, lambda step: plain(BATCH), steps=6)
-    misses: list[float] = []
+    misses = []
     with activations_only(disk) as engine:
         engine.attach(model)
         got = backward_history(
@@ -201,7 +192,7 @@ def test_a_learned_order_has_no_misses(disk):
 
 def test_a_distance_in_bytes_is_kept_to(disk):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
-    lent: list[int] = []
+    lent = []
     with activations_only(disk, prefetch=64 * 32 * 4) as engine:
         engine.attach(model)
         loss = model(noise(64, 32)).sum()
@@ -248,7 +239,7 @@ class Training:
     """Steps of a minute each, and what activations and states have written by the end of each."""
 
     def __init__(self, disk, monkeypatch):
-        self.disk, self.now, self.written = disk, 1000.0, list[tuple[int, int]]()
+        self.disk, self.now, self.written = disk, 1000.0, []
         for module in (write_budget, engine_metrics):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
@@ -267,7 +258,7 @@ class Training:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(16) for _ in range(4)))
         optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-3))
-        found: list[Numbers] = []
+        found = []
         for _ in range(steps):
             loss = model(torch.randn(8, 16, 16)).square().mean()
             if engine is not None:
@@ -308,9 +299,7 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(tr
 
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
-def test_what_must_move_goes_on_and_the_run_is_told_once_after_an_hours_worth(
-    training, has_room, caplog, monkeypatch
-):
+def test_what_must_move_goes_on_and_is_told_once(training, has_room, caplog, monkeypatch):
     activations, states = training.without_budget()
     monkeypatch.setattr(Budget, "may_stay", lambda *_: has_room)
     training.run(training.config(states / 4), steps=20)

@@ -2,9 +2,7 @@
 
 import re
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +51,7 @@ def _twice(w):
 
 
 #: What is changed between the forward and the backward pass of `_squares`.
-BETWEEN: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+BETWEEN = {
     "the tensor": lambda t: t["y"].mul_(2),
     "a view of it": lambda t: t["y"][0].zero_(),
     "what it is a view of": lambda t: t["base"].add_(1),
@@ -62,7 +60,7 @@ BETWEEN: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "a detached alias": lambda t: t["y"].detach().zero_(),
 }
 #: What a backward pass changes itself, although others need it.
-IN_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+IN_BACKWARD = {
     "shared with an operator": lambda w: _ChangesSaved.apply((X @ w).exp()).sum(),
     "a view of what is shared": lambda w: _ChangesSaved.apply((X @ w).exp()[2:, ::2]).sum(),
     "a base of what is shared": _base_of_views,
@@ -85,10 +83,8 @@ def refusal(name, attach, between):
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
         step()
-    found = re.search(
-        r"\[(\S+ \[.*?\])\].* version (\d+); expected version (\d+)", str(error.value)
-    )
-    return found and found.groups()
+    said = re.search(r"\[(\S+ \[.*?\])\].* version (\d+); expected version (\d+)", str(error.value))
+    return said and said.groups()
 
 
 @pytest.mark.parametrize("where", ["in a batch", "being written", "on the disk", "host", "kept"])
@@ -118,7 +114,7 @@ def test_a_backward_may_change_what_it_alone_has_saved(engine):
 # ---------------------------------------------------------------------- what kernels change
 #: Operators that write an argument which is neither changed in place (by its name) nor an `out=`,
 #: and that have a derivative.
-FILLED_LATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FILLED_LATE = {
     "rrelu_with_noise": lambda y: F.rrelu(y, training=True),
     "rrelu_with_noise_": lambda y: F.rrelu(y * 1, training=True, inplace=True),
     "_native_batch_norm_legit": lambda y: torch.ops.aten._native_batch_norm_legit(
@@ -214,7 +210,7 @@ def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
 
 
 # ---------------------------------------------------------------------- what nobody can see
-HIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
+HIDDEN = {
     "data": lambda y: y.data.add_(1),
     "numpy": lambda y: y.detach().numpy().fill(2),
     "storage": lambda y: y.untyped_storage().fill_(1),
@@ -227,7 +223,7 @@ def test_a_hidden_change_is_found_on_request(name, host, disk):
     layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
     with activations_only(disk, host=host, verify=True) as engine:
         engine.attach(layer)
-        hidden: list[torch.Tensor] = []
+        hidden = []
         layer[1].register_forward_hook(lambda module, args, output: hidden.append(output))
         loss = layer(X).exp().sum()
         on_disk(engine)

@@ -6,10 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ _PATIENCE_SECONDS = 20.0
 
 # ---------------------------------------------------------------------- a training that can fail
 #: What is raised at a place, once.
-_armed: dict[str, type[BaseException]] = {}
+_armed = {}
 
 
 class Failure(Exception):
@@ -111,7 +109,7 @@ class Training:
 
     def __init__(self, engine=None):
         self.model = Model()
-        self.engine: Any = engine
+        self.engine = engine
         if engine is not None:
             engine.attach(self.model)
         # After ours: an error in the first is one that our pre-hook does not hear of.
@@ -213,7 +211,7 @@ def _interrupted_before_backward_has_used_anything(training):
 
 
 #: What is raised, and where.
-FAULTS: dict[type[BaseException], tuple[str, ...]] = {
+FAULTS = {
     Failure: (
         "first module", "middle of the model", "last module", "forward pre-hook", "forward hook",
         "before everything", "pre-hook of the model", "hook of the model", "region",
@@ -231,7 +229,7 @@ FAULTS: dict[type[BaseException], tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-WAYS: dict[str, Callable[[Training], None]] = {
+WAYS = {
     **{
         f"{kind.__name__}: {place}": partial(_fails, place, kind)
         for kind, places in FAULTS.items()

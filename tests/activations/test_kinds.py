@@ -1,8 +1,6 @@
 """Saved tensors of every kind come back with the very bits, each storage once, or have to stay."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from tests.activations.support import Calls, Saves, X, compare, noise, with_grad
 from tests.training import activations_only, assert_same_bits, bits, gradients, on_disk
 
 #: What torch's own samples of operators (tests/conformance) do not have.
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FUNCTIONS = {
     "transposed and strided views": lambda w: ((w * 2).t()[::2, 1:].exp() * w[:4, :7]).sum(),
     "views of one buffer": lambda w: torch.stack(
         [(part * part).sin().prod() for part in (w @ X).chunk(4)]
@@ -164,7 +162,7 @@ def _parts_of_a_product(w):
 
 
 #: And the sizes of what leaves; weights stay.
-VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]] = {
+VIEWS = {
     "views of a product": (_attention, [128, 256, 256]),  # and x, and what exp saved of itself
     "views without a base": (_parts_of_a_product, [256]),  # as a compiled region saves them
     "a small view of a large storage": (lambda w: (DATA[10:20] @ w).sum(), [10 * 8 * 4]),
@@ -265,7 +263,7 @@ def _inference():
 
 
 def _wrapped():
-    seen: list[torch.Tensor] = []
+    seen = []
     torch.func.vmap(lambda x: seen.append(x) or x)(torch.ones(4))
     return seen[0]
 
@@ -274,7 +272,7 @@ def _nested(layout=torch.strided):
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
-KINDS: dict[Stays | None, dict[str, Callable[[Any], torch.Tensor]]] = {
+KINDS = {
     Stays.WEIGHT: {
         "a parameter": lambda m: m.weight,
         "a detached alias": lambda m: m.weight.detach(),
@@ -306,10 +304,7 @@ KINDS: dict[Stays | None, dict[str, Callable[[Any], torch.Tensor]]] = {
         "a conjugate": lambda m: torch.ones(4, dtype=torch.complex64).conj(),
         "a scalar": lambda m: m.weight.sum(),
     },
-    Stays.SUBCLASS: {
-        "a subclass": lambda m: wrapper(),
-        "jagged": lambda m: _nested(torch.jagged),
-    },
+    Stays.SUBCLASS: {"a subclass": lambda m: wrapper(), "jagged": lambda m: _nested(torch.jagged)},
     Stays.LAYOUT: {
         "sparse": lambda m: torch.eye(4).to_sparse(),
         "compressed sparse": lambda m: torch.eye(4).to_sparse_csr(),

@@ -13,13 +13,7 @@ from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
-from offload_strategy.plan_runtime.lifetime_plan import (
-    CHECKPOINT,
-    GivenPlan,
-    PlannedItem,
-    plan_lifetimes,
-    save_plan,
-)
+from offload_strategy.plan_runtime import lifetime_plan as plans
 from offload_strategy.units import MiB
 from tests.activations.support import noise
 from tests.training import assert_same_history, gradients, settings
@@ -29,9 +23,6 @@ WAIT_SECONDS = 0.005
 
 
 # ---------------------------------------------------------------- a simulated training
-Storages = list[torch.UntypedStorage | None]
-
-
 class Training:
     """Passes of one second a layer; items of the same kind have the same letter.
 
@@ -44,7 +35,7 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.idle = self.waits = 0
-        self.limit = MemoryLimit(limit, 2, self, GivenPlan(tuple(file)) if file else None)
+        self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
         for _ in range(passes):
             self.step()
@@ -95,9 +86,8 @@ class Training:
         return stayed
 
     def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
-        trace = Trace()
-        trace.started_at = 0.0
-        storages: Storages = []
+        trace = Trace(started_at=0.0)
+        storages = []
         for number, kind in enumerate(kinds):
             self.change(nbytes)
             trace.saved_bytes += nbytes
@@ -209,7 +199,7 @@ def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
         training = Training(limit=110 * MiB, others=100 * MiB, passes=5)
     told = [record for record in caplog.records if "cannot be kept" in record.message]
     assert len(told) == 1
-    assert CHECKPOINT in told[0].message
+    assert plans.CHECKPOINT in told[0].message
     assert not any(training.step()), "everything leaves"
 
 
@@ -217,7 +207,7 @@ def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
 def test_a_path_that_is_too_slow_is_told_with_what_helps(speed, slow, caplog):
     with caplog.at_level(logging.INFO, logger="offload_strategy"):
         Training(700 * MiB, speed=speed, passes=3)
-    assert (CHECKPOINT in caplog.text) is slow
+    assert (plans.CHECKPOINT in caplog.text) is slow
 
 
 def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_was_seen():
@@ -264,19 +254,19 @@ def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was
 
 
 def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_allow():
-    items = [PlannedItem(n, ITEM, "stays" if n % 2 else "leaves") for n in range(LAYERS)]
+    items = [plans.PlannedItem(n, ITEM, "stays" if n % 2 else "leaves") for n in range(LAYERS)]
     training = Training(2000 * MiB, file=items)
     assert [training.step() for _ in range(5)] == [[False, True] * (LAYERS // 2)] * 5
     assert training.budget.deviations == 0
 
-    items = [PlannedItem(number, ITEM, "stays") for number in range(LAYERS)]
+    items = [plans.PlannedItem(number, ITEM, "stays") for number in range(LAYERS)]
     training = Training(1000 * MiB, passes=4, file=items)
     assert sum(training.step()) == 4
     assert training.peak_bytes() <= 1000 * MiB
     assert training.budget.deviations > 0
 
     # Items of other sizes go by the plan that is found.
-    items = [PlannedItem(number, ITEM + 1, "leaves") for number in range(LAYERS + 1)]
+    items = [plans.PlannedItem(number, ITEM + 1, "leaves") for number in range(LAYERS + 1)]
     assert all(Training(2000 * MiB, passes=3, file=items).step())
 
 
@@ -286,10 +276,7 @@ SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
 
 
 def overhead(*passes, held=0.0, kind=7):
-    """Seconds per byte, learned from passes of so many offloaded bytes and seconds.
-
-    The last pass is of the `kind`, and `held` seconds of it were waits.
-    """
+    """Seconds per byte, of passes of bytes and seconds; `kind` and `held` are of the last one."""
     io_overhead = IoOverhead()
     for left, seconds in [(0, 99.0), *passes]:  # the first warms up
         trace = Trace(saved_bytes=SAVED, left_bytes=left, prefixes=[7])
@@ -361,7 +348,7 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
     assert profile.tensors[1].name == "Net float32[8, 256]", "what tanh saves, outside the layers"
 
     file = tmp_path / "plan.json"
-    save_plan(plan_lifetimes(profile, 1 << 40), profile, file)
+    plans.save_plan(plans.plan_lifetimes(profile, 1 << 40), profile, file)
     text = file.read_text()
     assert text.count('"stays"') == len(profile.tensors)
     file.write_text(text.replace('"stays"', '"leaves"', 3))
@@ -400,11 +387,6 @@ def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path):
 def test_settings_that_contradict_a_limit_are_refused(sections, said):
     with pytest.raises(ConfigError, match=said):
         OffloadConfig(**{"planning": {"device_memory": "1GiB"}, **sections})
-
-
-def test_a_plan_without_a_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read as a plan"):
-        OffloadEngine(limited(tmp_path, plan=str(tmp_path / "plan.json")))
 
 
 def test_the_meter_sees_what_was_and_forgets_it(tmp_path, monkeypatch):

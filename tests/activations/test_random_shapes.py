@@ -2,13 +2,10 @@
 
 import gc
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +15,7 @@ from torch import nn
 from offload_strategy import OffloadEngine
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
+from tests.integrations.support import python, succeeded
 from tests.training import Block, bits, gradients, on_disk, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +67,8 @@ def run(engine):
     model, twin = Mixture(), Mixture()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine.attach(model)
-    rss: list[int] = []
-    held: list[int] = []
+    rss = []
+    held = []
     loads = 0
     for step in range(STEPS):
         got = gradients_of(model, step, engine)
@@ -95,17 +93,10 @@ def run(engine):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' malloc keeps what is freed")
 def test_three_hundred_steps_leave_memory_flat(disk):
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.activations.test_random_shapes", str(disk)],
-        cwd=ROOT,
-        # With glibc's moving threshold freed activations stay in its heap and hide everything.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    seen: dict[str, Any] = json.loads(process.stdout)
+    # With glibc's moving threshold freed activations stay in its heap and hide everything.
+    options = {"home": ROOT, "variables": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 300}
+    module = "tests.activations.test_random_shapes"
+    seen = json.loads(succeeded(python("-m", module, str(disk), **options)))
     assert max(seen["held"]) <= 8 * MiB
     after_100, at_the_end = median(seen["rss"][8:13]), median(seen["rss"][-5:])
     assert at_the_end - after_100 < _GROWTH_BYTES, seen["rss"]

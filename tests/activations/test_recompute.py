@@ -1,6 +1,5 @@
 """Checkpointed regions: their inputs leave, and what is computed again does not."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -8,35 +7,29 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils import checkpoint as checkpointing
+from torch.utils.checkpoint import checkpoint
 
 from tests.activations.support import noise, written
 from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
 
-Region = Callable[[torch.Tensor], torch.Tensor]
-Around = Callable[[Region, torch.Tensor], torch.Tensor]
-
-reentrant: Around = partial(checkpoint, use_reentrant=True)
-non_reentrant: Around = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+non_reentrant = partial(checkpoint, use_reentrant=False)
 
 
 def selective(*saved):
     """A region that computes again all but the results of a few operations."""
 
     def decide(context, op, *args, **options):
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        policy = checkpointing.CheckpointPolicy
+        return policy.MUST_SAVE if op in saved else policy.PREFER_RECOMPUTE
 
-    contexts = partial(create_selective_checkpoint_contexts, decide)
+    contexts = partial(checkpointing.create_selective_checkpoint_contexts, decide)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 def _without_early_stop(region, x):
-    with set_checkpoint_early_stop(False):
+    with checkpointing.set_checkpoint_early_stop(False):
         return non_reentrant(region, x)
 
 
@@ -49,7 +42,7 @@ def _nested(outer, inner):
     return around
 
 
-WAYS: dict[str, Around] = {
+WAYS = {
     "reentrant": reentrant,
     "non-reentrant": non_reentrant,
     "without early stop": _without_early_stop,
@@ -102,7 +95,7 @@ class Step:
 @pytest.mark.parametrize("way", WAYS)
 def test_regions_are_computed_again_and_only_their_inputs_leave(engine, way):
     step = Step(way)
-    model, left = step.model, list[int]()
+    model, left = step.model, []
     seen = saved_storages(lambda: model(step.x), [*model.parameters(), *model.buffers()])
     engine.attach(model)
 

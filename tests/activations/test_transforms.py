@@ -1,8 +1,5 @@
 """Models that are transformed, compiled, traced or captured: they work, or it is said why not."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._inductor.config
@@ -35,7 +32,7 @@ def _slopes(model, output):
     return list(torch.autograd.grad(output.pow(2).sum(), list(model.parameters())))
 
 
-AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+AROUND = {
     "vmap": lambda m: _slopes(m, torch.func.vmap(m)(batch(0)[:, None])),
     "gradients per sample": _per_sample,
     "Jacobians": lambda m: [torch.func.jacrev(m)(batch(0)[0])],
@@ -43,8 +40,7 @@ AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
     "Jacobian-vector products": lambda m: [*torch.func.jvp(m, (batch(0),), (batch(1),))],
     "Hessians": lambda m: [torch.func.hessian(lambda x: m(x).pow(2).sum())(batch(0)[0])],
     "other parameters": lambda m: _slopes(
-        m,
-        torch.func.functional_call(m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),)),
+        m, torch.func.functional_call(m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),))
     ),
 }
 
@@ -93,7 +89,7 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine):
 
 
 # ---------------------------------------------------------------------- compiled
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_compiled_remains():
     yield
     torch._dynamo.reset()
@@ -117,7 +113,7 @@ class Break(nn.Module):
 
 
 #: How a model is compiled, and when it is attached: before, after, or after by its inner module.
-ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+ORDERS = {
     "attach, compile": (compiled, "before"),
     "compile, attach": (lambda m: compiled(m, fullgraph=True), "after"),
     "compile, attach the inner": (compiled, "inner"),
@@ -129,7 +125,6 @@ ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_a_compiled_model_is_the_same_in_whatever_order(order, engine):
     plain, model = network(), network()
     compile_model, when = ORDERS[order]
@@ -150,7 +145,6 @@ def test_a_compiled_model_is_the_same_in_whatever_order(order, engine):
     assert moved(engine) > 0
 
 
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_one_graph_around_an_attached_model_is_refused_with_advice(engine):
     model = network()
     engine.attach(model)
@@ -160,7 +154,6 @@ def test_one_graph_around_an_attached_model_is_refused_with_advice(engine):
     compiled(model, fullgraph=True)(noise(4, 8))
 
 
-@pytest.mark.usefixtures("nothing_compiled_remains")
 def test_generated_kernels_get_the_same_inputs(engine, tmp_path, monkeypatch):
     """They check the strides of what was saved, and rely on its alignment."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -182,7 +175,7 @@ def _fake(model):
     model.zero_grad()
 
 
-TRACES: dict[str, Callable[[nn.Module], Any]] = {
+TRACES = {
     "make_fx": lambda m: make_fx(m)(noise(4, 8)),
     "make_fx of a training step": lambda m: make_fx(lambda x: _slopes(m, m(x)))(noise(4, 8)),
     "torch.export": lambda m: torch.export.export(m, (noise(4, 8),)),
@@ -194,7 +187,6 @@ TRACES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("how", TRACES)
-@pytest.mark.usefixtures("nothing_compiled_remains")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_nothing_leaves_while_a_model_is_traced(how, engine):
     model = network()

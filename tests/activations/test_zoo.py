@@ -6,6 +6,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from offload_strategy import OffloadEngine
+from tests.activations.test_planned import limited
 from tests.activations.zoo import ZOO, batch, build, loss_of
 from tests.training import (
     activations_only,
@@ -15,7 +16,6 @@ from tests.training import (
     moved,
     on_disk,
     saved_storages,
-    settings,
     weights,
 )
 
@@ -24,7 +24,6 @@ pytest.importorskip("transformers")
 
 #: Micro-batches of a step, and whether all forward passes come first: then backward passes run in
 #: the same order in one step and in the reverse order in the next.
-Schedule = tuple[int, bool]
 ONCE, ACCUMULATED, FORWARDS_FIRST = (1, False), (3, False), (3, True)
 ALL, BOTH = (ONCE, ACCUMULATED, FORWARDS_FIRST), (ONCE, FORWARDS_FIRST)
 
@@ -67,7 +66,7 @@ def noting(saved, forward=loss_of):
     """A forward pass that adds to a list what autograd saves, but for weights."""
 
     def noted(model, data):
-        losses: list[torch.Tensor] = []
+        losses = []
         weights_of = [*model.parameters(), *model.buffers()]
         saved.extend(saved_storages(lambda: losses.append(forward(model, data)), weights_of))
         return losses.pop()
@@ -77,7 +76,7 @@ def noting(saved, forward=loss_of):
 
 def same(make, kind, disk, schedules):
     """Train without and with offload, every byte by way of the disk: the same to the last bit."""
-    saved: list[torch.UntypedStorage] = []
+    saved = []
 
     def run(model, **options):
         return [step for schedule in schedules for step in train(kind, model, schedule, **options)]
@@ -112,7 +111,7 @@ def test_training_is_the_same(kind, reentrant, disk):
 # With checkpointing: tests/integrations/test_combinations.py.
 def test_a_compiled_model_is_the_same(disk):
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
-    graphs: list[int] = []
+    graphs = []
 
     def make():
         graphs.append(counters["stats"]["unique_graphs"])
@@ -159,9 +158,7 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
 def test_the_same_with_a_plan(kind, reentrant, disk):
     """The passes before the plan offload everything, those after it keep what fits: all of it."""
     expected = train(kind, build(kind, reentrant), steps=6)
-    config = settings(disk, optimizer={"enabled": False}, planning={"device_memory": "auto"})
-    config["activations"] = {"min_size": 1}
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(limited(disk)) as engine:
         model = build(kind, reentrant)
         engine.attach(model)
         assert_same_history(train(kind, model, steps=6), expected)
@@ -175,7 +172,7 @@ def _in_bfloat16(model, data):
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
 def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
-    saved: list[torch.UntypedStorage] = []
+    saved = []
     model = build(kind)
     # Copies of weights are told by what they hold.
     casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}

@@ -140,12 +140,7 @@ ZOO = (*CONFIGS, *OWN)
 
 
 def build(kind: str, reentrant: bool | None = None) -> Any:
-    """The same model, with the same random weights, every time.
-
-    Args:
-        kind: name in the zoo.
-        reentrant: which kind of checkpointing its blocks run under; None for none.
-    """
+    """The same model of the zoo every time; `reentrant` is its kind of checkpointing, if any."""
     torch.manual_seed(0)
     model: Any = (OWN[kind]() if kind in OWN else pretrained(kind)).train()
     if reentrant is not None:

@@ -7,8 +7,6 @@ from offload_strategy.checkpoints import scratch_file, streaming_files
 
 @pytest.fixture(params=["direct", "buffered"])
 def way(request, monkeypatch):
-    name: str = request.param
-    if name == "buffered":
+    if request.param == "buffered":
         for module in (scratch_file, streaming_files):
             monkeypatch.setattr(module, "switch_to_direct_io", lambda fd: None)
-    return name

@@ -9,7 +9,6 @@ import signal
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.test_posix import cached_pages
 from tests.training import bits
 
-STATE: dict[str, Any] = {
+STATE = {
     "step": 7,
     "weights": torch.randn(300, 401),
     "odd": {"half": torch.randn(77, dtype=torch.bfloat16), "scalar": torch.tensor(2.5)},
@@ -95,9 +94,7 @@ def too_large(monkeypatch):
 
 @pytest.mark.parametrize("write", [torch.save, save], ids=["torch", "ours"])
 @pytest.mark.parametrize("larger", [False, True], ids=["fits", "larger than all memory"])
-def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
-    larger, write, target, request
-):
+def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_change(larger, write, target, request):
     if larger:
         request.getfixturevalue("too_large")
     state = {**STATE, "view": STATE["weights"][3], "empty": torch.empty(0, 3)}
@@ -118,9 +115,7 @@ def test_a_file_is_mapped_and_stays_as_it_is_when_tensors_are_written_to(
     assert torch.equal(load(target)["weights"], STATE["weights"])
 
 
-def test_storages_in_another_order_than_their_numbers_are_read_into_memory(
-    target, too_large, monkeypatch
-):
+def test_storages_in_another_order_are_read_into_memory(target, too_large, monkeypatch):
     save(STATE, target)
     ranges = maps._storage_ranges
     monkeypatch.setattr(maps, "_storage_ranges", lambda path: ranges(path)[::-1])

@@ -12,23 +12,15 @@ from offload_strategy import OffloadEngine
 from offload_strategy.checkpoints import load
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, load_rates, save_rates
 from offload_strategy.plan_runtime.profile import Profile
-from tests.checkpoints.samples.write import (
-    IDENTITY,
-    PROFILE,
-    RATES,
-    SAMPLES,
-    Sample,
-    trained_by_lightning,
-)
+from tests.checkpoints.samples.write import IDENTITY, PROFILE, RATES, Sample, trained_by_lightning
 from tests.training import settings
 
-VERSIONS = sorted(folder for folder in SAMPLES.iterdir() if (folder / "profile.json").is_file())
+VERSIONS = sorted(file.parent for file in Path(__file__).parent.glob("samples/*/profile.json"))
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda folder: folder.name)
 def samples(request):
-    folder: Path = request.param
-    return folder
+    return request.param
 
 
 @pytest.fixture

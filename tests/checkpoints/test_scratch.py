@@ -55,9 +55,7 @@ TENSORS = [
 
 @pytest.mark.parametrize("directories", [True, False], ids=["file", "memory"])
 @pytest.mark.parametrize("buffer", [8 * MiB, 16384])
-def test_tensors_come_back_with_their_shapes_dtypes_strides_and_bits(
-    directories, buffer, disk, way, monkeypatch
-):
+def test_tensors_come_back_with_strides_dtype_and_bits(directories, buffer, disk, way, monkeypatch):
     monkeypatch.setattr(scratch, "_BUFFER_BYTES", buffer)
     before = deleted_files()
     for copy, tensor in zip(filled([disk] * directories, *TENSORS), TENSORS, strict=True):
@@ -163,9 +161,7 @@ def test_rows_that_do_not_fit_are_refused(disk):
             slot.fill(0, torch.zeros(1, 300))
 
 
-def test_a_scratch_file_lies_beside_the_first_tier_or_else_in_the_default_directory(
-    disk, tmp_path, monkeypatch
-):
+def test_a_scratch_file_lies_in_a_tier_or_the_default_directory(disk, tmp_path, monkeypatch):
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     assert scratch_directories([disk, tmp_path]) == [disk, tmp_path]
     assert scratch_directories([disk]) == [disk, tmp_path]

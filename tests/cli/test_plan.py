@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +15,7 @@ from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Cores
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
+from tests.integrations.support import python, succeeded
 
 SMALL = "--model gpt --layers 12 --hidden 768 --heads 12"
 WORK = "--batch 32 --sequence 1024"
@@ -132,9 +130,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     assert written > 0  # by the cheapest
 
 
-def test_files_of_ways_are_overwritten_only_by_force(
-    known_cores, ssd_offload, tmp_path, monkeypatch
-):
+def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path, monkeypatch):
     file, cheapest = tmp_path / "plan.yaml", tmp_path / "plan-cheapest.yaml"
     cheapest.write_text("mine")
     words = ["plan", "gpt2", *HERE.split(), "--write-config", file]
@@ -217,16 +213,13 @@ def test_one_directory_is_found_on_each_disk(tmp_path, monkeypatch):
     assert len(disks) == len(set(disks))
 
 
-def test_an_answer_at_once_imports_no_compiler():
+def test_an_answer_at_once_imports_no_compiler(tmp_path):
     # An optimizer of torch imports one, which takes longer than all the rest.
     script = (
         "import sys; from offload_strategy.cli import main; main(['plan', 'gpt2']); "
         "assert 'torch._dynamo' not in sys.modules"
     )
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "It fits" in ended.stdout
+    assert "It fits" in succeeded(python("-c", script, home=tmp_path))
 
 
 def test_the_cores_of_this_machine_are_measured():

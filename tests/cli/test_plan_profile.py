@@ -1,13 +1,12 @@
 """`ssd-offload plan --profile | SCRIPT` plans a step that was profiled, and replays it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, load_plan
 from offload_strategy.plan_runtime.profile import Profile
+from tests.integrations.support import python
 from tests.plan_runtime.profiles import stack
 
 
@@ -85,9 +84,8 @@ def script(tmp_path):
 
 def test_it_ends_the_script_and_plans_its_step(script, tmp_path):
     profile = tmp_path / "profile.json"
-    options = f"--passes 4 --json --write-profile {profile} --read 1 --write 1".split()
-    command = [sys.executable, "-m", "offload_strategy.cli", "plan", *options, script, tmp_path]
-    found = subprocess.run([*command, "1000"], capture_output=True, text=True, timeout=120)
+    words = f"--passes 4 --json --write-profile {profile} --read 1 --write 1 {script} {tmp_path}"
+    found = python("-m", "offload_strategy.cli", "plan", *words.split(), "1000", home=tmp_path)
     assert found.returncode in (0, 1), found.stderr
     assert "step 3" in found.stderr
     assert "step 5" not in found.stderr

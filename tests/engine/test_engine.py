@@ -74,7 +74,7 @@ def test_what_cannot_be_attached_is_refused_as_a_whole_and_with_the_reason(disk)
         ((lambda x: x,), "expected a torch.nn.Module, got function"),
         ((), "pass a model, an optimizer, or both"),
         ((unmade,), "meta device"),
-        ((unmade, SGD(unmade.parameters(), 0.1)), "meta device"),
+        ((None, SGD(unmade.parameters(), 0.1)), "parameters on the meta device"),
     ]
     with OffloadEngine(settings(disk, optimizer={"enabled": True})) as engine:
         for arguments, reason in refused:
@@ -163,8 +163,15 @@ def test_closing_takes_every_hook_off(disk, way):
     assert_trains_by_itself(net)
     with pytest.raises(OffloadError, match="engine is closed; create a new one"):
         engine.attach(model())
-    with pytest.raises(OffloadError, match="closed"):
-        optimizer.step()
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    ):
+        with pytest.raises(OffloadError, match="closed"):
+            use()
+    optimizer.zero_grad()
     with engine.forward():  # harmless: the loop around a closed engine still runs
         net(torch.randn(4, 8)).sum().backward()
     engine.microbatch(0, last=True)

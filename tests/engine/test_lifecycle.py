@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError
 from tests.distributed.ranks import run_ranks
@@ -151,25 +151,17 @@ def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_pa
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
-class Rows(Dataset[torch.Tensor]):
-    """Random rows."""
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.randn(8, generator=torch.Generator().manual_seed(index))
-
-
 @FORKS
 @pytest.mark.parametrize("persistent", [False, True])
 def test_data_loader_workers_are_forked_while_training(disk, persistent):
+    rows = list(torch.randn(24, 8))
+
     def run(engine):
         net = model()
         optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
         forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}
         forks["persistent_workers"] = persistent and engine is not None
-        loader = DataLoader(Rows(), batch_size=4, **forks)
+        loader = DataLoader(rows, batch_size=4, **forks)
         for _ in range(2):
             for batch in loader:
                 optimizer.zero_grad()

@@ -9,25 +9,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from tests.optimizer.runs import EVERY_OVERLAP
-from tests.training import (
-    assert_same_history,
-    attached,
-    left_bytes,
-    same_with_and_without,
-    settings,
-    weights,
-)
-
-
-def states(net, *optimizers):
-    """Weights and the tensors of all states."""
-    found = weights(net)
-    for number, optimizer in enumerate(optimizers):
-        for key, state in optimizer.state_dict()["state"].items():
-            tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-            found |= {f"{number}.{key}.{name}": value.clone() for name, value in tensors.items()}
-    return found
+from tests.optimizer.runs import EVERY_OVERLAP, snapshot
+from tests.training import assert_same_bits, attached, left_bytes, same_with_and_without, settings
 
 
 def assert_same_with_and_without(script, make, disk, overlap):
@@ -61,7 +44,7 @@ def in_turn(attach, net):
         optimizer.zero_grad()
         backward(net, step)
         optimizer.step()
-        history.append(states(net, *both))
+        history.append(snapshot(net, *both, gradients=False))
     return history
 
 
@@ -75,7 +58,7 @@ def together(attach, net):
         backward(net, step)
         for optimizer in (one, two):
             optimizer.step()
-            history.append(states(net, one, two))
+            history.append(snapshot(net, one, two, gradients=False))
     return history
 
 
@@ -94,7 +77,7 @@ def later(attach, net):
             backward(net, step)
             optimizer.step()
             two.zero_grad()
-            history.append(weights(net))
+            history.append(snapshot(net, gradients=False))
     return history
 
 
@@ -139,7 +122,8 @@ def lazy_run(attach, net):
         named = [(n, p) for n, p in net.named_parameters() if not n.startswith("never")]
         history.append({n: p.detach().clone() for n, p in named if step > 1 or "late" not in n})
         history[-1]["loss"] = loss.detach().clone()
-    return [*history, states(nn.Identity(), optimizer)]
+    history.append({f"{n}.{key}": v for n, p in named for key, v in optimizer.state[p].items()})
+    return history
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
@@ -183,4 +167,5 @@ def test_what_lazy_modules_cannot_do_is_refused(disk):
             net.zero_grad()
             net(torch.ones(1, 3)).sum().backward()
             each.step()
-        assert_same_history([states(lazy, optimizer)], [states(source, trained)])
+        got, expected = snapshot(lazy, optimizer), snapshot(source, trained)
+        assert_same_bits(got, expected)

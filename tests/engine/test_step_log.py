@@ -73,9 +73,8 @@ def seconds(found, name, which="observed"):
 )
 def test_a_step_is_the_sum_of_its_parts(disk, tmp_path, overlap, passes):
     offloads = overlap != "not offloaded"
-    with engine_on(
-        disk, optimizer={"overlap": overlap} if offloads else {"enabled": False}
-    ) as engine:
+    section = {"overlap": overlap} if offloads else {"enabled": False}
+    with engine_on(disk, optimizer=section) as engine:
         train(engine, passes=passes)
         on_disk(engine)
         found, profile = compared(engine), engine.profile()

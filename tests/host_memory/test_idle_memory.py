@@ -28,11 +28,7 @@ class Process:
         return resident
 
     def one_pass(self, forward, backward, loss=0):
-        """Forward gets larger and larger, the loss all at once; backward uses buffers.
-
-        Returns:
-            The peak.
-        """
+        """Forward gets larger and larger, the loss all at once; backward uses buffers. The peak."""
         self.peak = 0
         self.pool.pass_begins()
         for part in range(11):
@@ -40,7 +36,7 @@ class Process:
             self.pool.look()
         self.rest += loss
         self.resident()
-        acquired: list[torch.Tensor] = []
+        acquired = []
         for part in range(11):
             acquired.append(acquire(self.pool, backward // 10))
             del acquired[:-10]

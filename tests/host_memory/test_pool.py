@@ -4,7 +4,6 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes):
     assert bytes(buffer.numpy()) == b"\7" * nbytes
 
 
-ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
+ALIASES = {
     "a view": lambda buffer: buffer[100:200],
     "another dtype": lambda buffer: buffer.view(torch.float32),
     "a detached tensor": lambda buffer: buffer.detach(),
@@ -184,10 +183,6 @@ def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(monkeyp
 
 
 # ---------------------------------------------------------------------- the arena
-def _places(tensors):
-    return sorted((t.data_ptr(), t.data_ptr() + round_up(t.numel(), PAGE_BYTES)) for t in tensors)
-
-
 @needs_arena
 def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again():
     pool = BufferPool(256 * MiB)
@@ -240,7 +235,7 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget():
 )
 def test_memory_never_overlaps_and_figures_hold(budget, steps):
     pool, small = BufferPool(budget), budget < MiB
-    acquired: list[tuple[torch.Tensor, int]] = []
+    acquired = []
     for serial, (action, amount) in enumerate(steps):
         mark, nbytes = serial % 251, amount * (budget // 4096) - amount % 7
         if action == "drop":
@@ -276,8 +271,9 @@ def test_memory_never_overlaps_and_figures_hold(budget, steps):
         assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
         if small or not any(step[0] == "must" for step in steps[: serial + 1]):
             assert usage.held_bytes <= max(budget, usage.lent_bytes)
-    places = _places([tensor for tensor, _ in acquired])
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
+    begins = sorted((tensor.data_ptr(), tensor.numel()) for tensor, _ in acquired)
+    for (begin, nbytes), (following, _) in pairwise(begins):
+        assert begin + round_up(nbytes, PAGE_BYTES) <= following
     assert all(int(tensor[0]) == value == int(tensor[-1]) for tensor, value in acquired)
     acquired.clear()
     pool.trim()

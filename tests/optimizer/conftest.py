@@ -5,7 +5,9 @@ import zlib
 import pytest
 import torch
 
-from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.optimizer import offloaded_optimizer
+from offload_strategy.optimizer.overlap import overlap_modes
+from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.optimizer.subgroup_update import Updater
 from tests.optimizer.runs import give_room_for_new_weights
 
@@ -14,6 +16,17 @@ from tests.optimizer.runs import give_room_for_new_weights
 def _room_for_new_weights(request, monkeypatch):
     """Let new weights wait in memory in every other test, and on the tiers in the others."""
     give_room_for_new_weights(monkeypatch, bool(zlib.crc32(request.node.nodeid.encode()) % 2))
+
+
+@pytest.fixture
+def gradients_leave(monkeypatch):
+    """Every gradient of the engines to come waits for `step()` in the tiers, if any may."""
+    monkeypatch.setattr(overlap_modes, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(
+        offloaded_optimizer,
+        "RetainedGradients",
+        lambda store, tiers, _: RetainedGradients(store, tiers, 0),
+    )
 
 
 @pytest.fixture
@@ -26,7 +39,7 @@ def uncompiled():
 @pytest.fixture
 def aheads(monkeypatch):
     """Updates ahead of `step()`, in order."""
-    found: list[AheadUpdate] = []
+    found = []
     update_ahead = Updater.update_ahead
 
     def noted(self, *arguments):

@@ -169,10 +169,6 @@ def coupled(o: Any, g: Any, p: torch.Tensor, s: Any) -> torch.Tensor:
 _seen: list[int] = []
 
 
-def _count_in_module() -> None:
-    _seen.append(1)
-
-
 def _count_in_default(*_: Any, counts: list[int] = []) -> None:  # noqa: B006
     counts.append(1)
 
@@ -223,19 +219,14 @@ def _when(found: Callable[[torch.Tensor, int], bool], twist: Any) -> Any:
     return lambda o, g, p, s: twist(o, g, p, s) if found(p, s["step"]) else None
 
 
-def _is_matrix(p: torch.Tensor, step: int) -> bool:
-    return p.dim() == 2 and min(p.shape) > 16
-
-
 _own_noise: Any = lambda o, g, p, s: 0.1 * torch.randn(p.shape, generator=o.generator)  # noqa: E731
-_numpy_noise: Any = lambda o, g, p, s: 0.1 * float(np.random.randn())  # noqa: E731
 
 
 #: Their updates depend on something that is different when others are there.
 _COUPLED: dict[str, Callable[[Any], Optimizer]] = {
-    "couples large matrices": twisted(_when(_is_matrix, coupled)),
+    "couples matrices": twisted(_when(lambda p, n: p.dim() == 2 and min(p.shape) > 16, coupled)),
     "couples from step 30 on": twisted(_when(lambda p, n: n >= 30, coupled)),
-    "draws from NumPy": twisted(_numpy_noise),
+    "draws from NumPy": twisted(lambda o, g, p, s: 0.1 * float(np.random.randn())),
     "skips what is frozen": twisted(  # as copies are, which do not require a gradient
         lambda o, g, p, s: 0.0 if p.requires_grad else p.grad
     ),
@@ -246,37 +237,25 @@ _COUPLED: dict[str, Callable[[Any], Optimizer]] = {
     ),
 }
 
-#: They keep something for all parameters together; with its name.
-_KEEPING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "counts in its group": (
-        twisted(lambda o, g, p, s: g.setdefault("steps", []).append(1)),
-        "steps",
-    ),
-    "fills a list": (twisted(lambda o, g, p, s: o.norms.append(1), norms=[]), "norms"),
-    "sums in a tensor": (
-        twisted(lambda o, g, p, s: o.total.add_(1) * 0, total=torch.zeros(1)),
-        "total",
-    ),
-    "has a generator of its own": (
-        lambda params: Twisted(params, _own_noise, generator=torch.Generator().manual_seed(1)),
-        "generator",
-    ),
-    "writes a state of its own": (
-        twisted(lambda o, g, p, s: o.state["all"].setdefault("seen", []).append(1)),
-        "state",
-    ),
-    "counts in its module": (_with_method(lambda *_: _count_in_module()), "_seen"),
-    "counts in a default": (_with_method(_count_in_default), "_count_in_default"),
-    "counts in its class": (_with_method(_count_in_class), "total"),
-    "counts in a closure": (_with_method(_counter()), "count"),
+#: They keep something for all parameters together, by its name.
+_KEEPING: dict[str, Callable[[Any], Optimizer]] = {
+    "steps": twisted(lambda o, g, p, s: g.setdefault("steps", []).append(1)),
+    "norms": twisted(lambda o, g, p, s: o.norms.append(1), norms=[]),
+    "sums": twisted(lambda o, g, p, s: o.sums.add_(1) * 0, sums=torch.zeros(1)),
+    "generator": lambda params: Twisted(params, _own_noise, generator=torch.Generator()),
+    "state": twisted(lambda o, g, p, s: o.state["all"].setdefault("seen", []).append(1)),
+    "_seen": _with_method(lambda *_: _seen.append(1)),  # of its module
+    "_count_in_default": _with_method(_count_in_default),
+    "total": _with_method(_count_in_class),
+    "count": _with_method(_counter()),  # of its closure
 }
 
 #: How to make it, and the reason in the error message.
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     **{name: (make, "when others are there") for name, make in _COUPLED.items()},
     **{
-        name: (make, rf"for all parameters together, outside of their states \({attribute}\)")
-        for name, (make, attribute) in _KEEPING.items()
+        f"keeps {name}": (make, rf"for all parameters together, outside of their states \({name}\)")
+        for name, make in _KEEPING.items()
     },
     "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
     "has sparse gradients only": (SparseAdam, "failed on two small"),

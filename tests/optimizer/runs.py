@@ -1,6 +1,6 @@
 """Training with and without offload, side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.idle_memory import IdleLimit
-from offload_strategy.optimizer import offloaded_optimizer as offloaded
-from offload_strategy.optimizer.overlap import overlap_modes
-from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
-from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Tier
 from tests.optimizer.custom_optimizers import Twisted, twisted
 from tests.training import Numbers, assert_same_history, bits, settings
 
@@ -216,18 +211,13 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 adamw = OPTIMIZERS["AdamW fused"]
 
 
-Script = Callable[[Run], None]
-
-
 @contextmanager
 def offloading(
     directory: Path, overlap: str = "commit", host: str | None = None, **sections: Any
 ) -> Iterator[OffloadEngine]:
     """An engine that offloads optimizer states, in subgroups of a few tensors."""
-    options = {"overlap": overlap, "subgroup_size": 60, **sections.pop("optimizer", {})}
-    config = settings(
-        directory, host, optimizer=options, activations={"enabled": False}, **sections
-    )
+    given = {"overlap": overlap, "subgroup_size": 60, **sections.pop("optimizer", {})}
+    config = settings(directory, host, optimizer=given, activations={"enabled": False}, **sections)
     with OffloadEngine(config) as engine:
         yield engine
 
@@ -237,18 +227,8 @@ def give_room_for_new_weights(monkeypatch: pytest.MonkeyPatch, has_room: bool) -
     monkeypatch.setattr(IdleLimit, "has_room", lambda self, nbytes: has_room)
 
 
-def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
-    monkeypatch.setattr(overlap_modes, "_SMALLEST_BYTES", 1)
-
-    def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> RetainedGradients:
-        return RetainedGradients(store, tiers, 0)
-
-    monkeypatch.setattr(offloaded, "RetainedGradients", without_memory)
-
-
 def compare(
-    script: Script,
+    script: Callable[[Run], None],
     make_optimizer: MakeOptimizer | None,
     directory: Path,
     overlap: str = "commit",
@@ -256,11 +236,7 @@ def compare(
     make_model: Callable[[], Any] = make_net,
     **options: Any,
 ) -> dict[str, float]:
-    """Run a script without and with offload; everything noted must be the same to the last bit.
-
-    Returns:
-        the engine's metrics.
-    """
+    """Fail unless a script notes the very same without and with offload; the engine's metrics."""
     eager = overlap == "eager"
     plain = Run(make_optimizer, None, eager, make_model)
     script(plain)

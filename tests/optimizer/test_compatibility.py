@@ -1,29 +1,21 @@
 """Unsupported optimizers are refused with the reason; the check changes nothing."""
 
 import threading
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, AdamW
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from tests.optimizer.custom_optimizers import (
-    QUANTIZED,
-    UNSUPPORTED,
-    Twisted,
-    coupled,
-    noise,
-)
-from tests.optimizer.runs import EVERY_OVERLAP, offloading
-from tests.training import assert_same_bits, in_turn, moved, on_disk, settings
+from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise
+from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, offloading
+from tests.training import assert_same_bits, attached, in_turn, moved, on_disk, settings
 
 
 def _parameters(*shapes, dtype=torch.float32):
@@ -46,9 +38,7 @@ def _train(optimizer, parameters, count):
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused_with_the_reason(
-    name, disk, caplog
-):
+def test_unsupported_optimizers_keep_their_states_in_memory_or_are_refused(name, disk, caplog):
     """The trial leaves no trace: neither in what they keep, nor in random numbers."""
     make, reason = UNSUPPORTED[name]
 
@@ -56,10 +46,7 @@ def test_unsupported_optimizers_train_with_their_states_in_memory_or_are_refused
         torch.manual_seed(0)
         np.random.seed(0)
         parameters = _parameters((3, 4), (4,), (40, 40))
-        optimizer = make(parameters)
-        return _train(
-            optimizer if engine is None else engine.attach(None, optimizer), parameters, 8
-        )
+        return _train(attached(engine, None, make(parameters)), parameters, 8)
 
     kind = type(make(_parameters((1,)))).__name__
     refused = rf"{kind} cannot be offloaded: it.*{reason}"
@@ -98,22 +85,13 @@ def test_a_group_that_is_added_later_is_checked(disk):
         assert optimizer.state[third]["exp_avg"].shape == (2, 2)
 
 
-def test_parameters_without_memory_are_refused():
-    with torch.device("meta"):
-        net = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="parameters on the meta device"):
-        check_supported(AdamW(net.parameters()))
-
-
-SIZES: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": AdamW,
-    "Adam amsgrad": lambda p: Adam(p, amsgrad=True),
-    "SGD": lambda p: SGD(p, 0.1),
+SIZED = [
+    *("AdamW", "Adam amsgrad fused", "SGD", "RMSprop centered foreach", "ASGD", "Adafactor"),
+    *("of somebody else's", "SGD momentum for some"),
+]
+MAKE = {
+    **OPTIMIZERS,
     "SGD momentum for some": lambda p: SGD([{"params": p[:2]}, {"params": p[2:], "momentum": 0.9}]),
-    "RMSprop centered": lambda p: RMSprop(p, centered=True),
-    "ASGD": ASGD,
-    "Adafactor": Adafactor,
-    "of somebody else's": Twisted,
     **QUANTIZED,
 }
 ROUNDED = Precision(state_dtype=torch.bfloat16)
@@ -124,8 +102,7 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision", "per_element"),
     [
-        *((kind, torch.float32, Precision(), None) for kind in SIZES if kind not in QUANTIZED),
-        *((kind, torch.bfloat16, Precision(), None) for kind in SIZES if kind not in QUANTIZED),
+        *((*each, Precision(), None) for each in product(SIZED, [torch.float32, torch.bfloat16])),
         ("AdamW", torch.float32, Precision(), 8),
         ("AdamW", torch.float32, ROUNDED, 4),
         ("AdamW", torch.bfloat16, ROUNDED, 4),
@@ -139,15 +116,13 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
-    kind, dtype, precision, per_element, disk
-):
+def test_bytes_of_states_are_known_and_all_that_is_moved(kind, dtype, precision, per_element, disk):
     # Of whole pages.
-    shapes: Any = ((64, 64), (32, 64), (2048,), (16, 32, 8))
+    shapes = ((64, 64), (32, 64), (2048,), (16, 32, 8))
     if kind in QUANTIZED:
         shapes = ((512, 768), (64, 64), (64,), (9,))
     parameters = nn.ParameterList(_parameters(*shapes, dtype=dtype))
-    expected = sum(check_supported(SIZES[kind](parameters), precision).state_bytes)
+    expected = sum(check_supported(MAKE[kind](parameters), precision).state_bytes)
     # Tensors of three dimensions are not among those on which Adafactor is tried.
     error = {"Adafactor": 0.5, **dict.fromkeys(QUANTIZED, 0.1)}.get(kind, 0.0)
     if per_element is not None:
@@ -159,7 +134,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
         "subgroup_size": 10**6,
     }
     with offloading(disk, "off", optimizer=options) as engine:
-        optimizer = engine.attach(None, SIZES[kind](parameters))
+        optimizer = engine.attach(None, MAKE[kind](parameters))
         for step in (1, 2):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -169,7 +144,7 @@ def test_bytes_of_states_are_known_in_advance_and_all_that_is_moved(
 
 
 # ---------------------------------------------------------------------- real updates
-NOISY: dict[str, tuple[Any, str]] = {
+NOISY = {
     "draws": (noise, "draws random numbers"),
     "couples": (coupled, "when others are there"),
     "writes": (lambda o, g, p, s: o.norms.append(1), r"outside of their states \(norms\)"),

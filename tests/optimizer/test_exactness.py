@@ -1,10 +1,8 @@
 """Parameters, states and losses are the plain optimizer's to the last bit, at every step."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ from tests.optimizer.runs import (
     OPTIMIZERS,
     OVERLAPS,
     Run,
-    Script,
     WideNet,
     adamw,
     compare,
-    let_gradients_leave,
     loss_of,
     make_layers,
     offloading,
@@ -94,7 +90,7 @@ def _two_that_alternate(run):
     torch.manual_seed(0)
     makes = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16))
     judges = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    run.model = nn.ModuleList([makes, judges])  # type: ignore[assignment]
+    run.model = nn.ModuleList([makes, judges])
     first = run.wrap(Adam(makes.parameters(), 1e-3), makes)
     second = run.wrap(AdamW(judges.parameters(), 1e-3, fused=True), judges)
     for step in range(8):
@@ -174,12 +170,10 @@ def _edit_twice(edit):
 
 
 #: The last three of them increment no version counter.
-EDITS: dict[str, Callable[[Any], Any]] = {
+EDITS = {
     "gradients changed through views": lambda p: p.grad[0].zero_(),
     "gradients replaced": lambda p: setattr(p, "grad", p.grad * 2),
-    "gradients replaced by transposed ones": lambda p: setattr(
-        p, "grad", p.grad.t().contiguous().t()
-    ),
+    "gradients replaced, transposed": lambda p: setattr(p, "grad", p.grad.t().contiguous().t()),
     "gradients replaced by equal ones": lambda p: setattr(p, "grad", p.grad.clone()),
     "gradients copied with the model": lambda p: copy.deepcopy(p),
     "gradients dropped": lambda p: setattr(p, "grad", None),
@@ -298,7 +292,7 @@ def _loss_of_gradients(run):
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-SCRIPTS: dict[str, Script] = {
+SCRIPTS = {
     **{name: _edit_twice(edit) for name, edit in EDITS.items()},
     "one gradient set by hand": _edit(
         lambda model: setattr(model.unused.weight, "grad", torch.full((3, 3), 0.5))
@@ -342,9 +336,9 @@ EAGER_SCRIPTS = [
         *((name, "eager") for name in EAGER_SCRIPTS),
     ],
 )
-def test_the_same_numbers_with(name, overlap, disk, monkeypatch):
+def test_the_same_numbers_with(name, overlap, disk, request):
     if overlap == "commit, on the disk":
-        let_gradients_leave(monkeypatch)
+        request.getfixturevalue("gradients_leave")
         overlap = "commit"
     compare(SCRIPTS[name], adamw, disk, overlap)
 

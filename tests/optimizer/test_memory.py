@@ -1,33 +1,21 @@
 """What waits for `step()` in memory or on the tiers, and buffers that stay for the next step."""
 
 import weakref
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import Arena
-from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.units import MiB
-from tests.optimizer.runs import (
-    adamw,
-    give_room_for_new_weights,
-    let_gradients_leave,
-    make_layers,
-    offloading,
-)
-from tests.training import assert_same_bits, moved, on_disk, settings, weights
-
-Watch = Callable[[nn.Module], None]
+from tests.optimizer.runs import adamw, give_room_for_new_weights, make_layers, offloading
+from tests.training import assert_same_bits, attached, moved, on_disk, settings, weights
 
 
 def _backward(model):
@@ -37,9 +25,7 @@ def _backward(model):
 
 def _train(model, engine, watch=lambda model: None, steps=3):
     """Train; `watch` gets the model after each backward."""
-    optimizer: Optimizer = adamw(model)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
+    optimizer = attached(engine, model, adamw(model))
     for _ in range(steps):
         optimizer.zero_grad()
         _backward(model)
@@ -59,11 +45,11 @@ def _stored(model):
 _WIDTH = 64
 
 
+@pytest.mark.usefixtures("gradients_leave")
 @pytest.mark.parametrize("has_room", [True, False])
 def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypatch, aheads):
-    let_gradients_leave(monkeypatch)
     give_room_for_new_weights(monkeypatch, has_room)
-    in_memory: list[bool] = []
+    in_memory = []
 
     def watch(model):
         ran = aheads[len(in_memory) :]  # and not those whose states came too late
@@ -82,14 +68,12 @@ def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypa
     assert_same_bits(weights(trained), weights(_train(make_layers(4, _WIDTH), None)))
 
 
+@pytest.mark.usefixtures("gradients_leave")
 @pytest.mark.parametrize("kept", ["nothing", "alias", "numpy", "strides"])
-def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use_it(
-    kept, disk, monkeypatch, aheads
-):
-    let_gradients_leave(monkeypatch)
+def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, monkeypatch, aheads):
     give_room_for_new_weights(monkeypatch, True)
-    keeping: list[object] = []
-    found: list[tuple[int, torch.Tensor]] = []
+    keeping = []
+    found = []
 
     def keep(parameter):
         """Runs before the engine's own hook, and sees the plain gradient."""
@@ -122,23 +106,17 @@ def test_new_weights_take_the_memory_of_a_gradient_that_leaves_unless_others_use
 _WIDE = 600  # a weight of 1.4 MB
 
 
-def _keeping_gradients(disk, memory):
-    options = {"gradient_memory": memory, "subgroup_size": 100_000}
-    return OffloadEngine(settings(disk, optimizer=options, activations={"enabled": False}))
-
-
 def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(disk, monkeypatch):
     give_room_for_new_weights(monkeypatch, True)
     written = []
     for memory, expected in (("3MiB", [True, True, False, False]), ("1GiB", [False] * 4)):
-        with _keeping_gradients(disk, memory) as engine:
+        options = {"gradient_memory": memory, "subgroup_size": 100_000}
+        with offloading(disk, optimizer=options) as engine:
             model = make_layers(4, _WIDE)
-            storages: list[weakref.ref[torch.UntypedStorage]] = []
+            storages = []
             for parameter in model.parameters():  # before the engine's own hook
                 parameter.register_post_accumulate_grad_hook(
-                    lambda p, storages=storages: storages.append(
-                        weakref.ref(p.grad.untyped_storage())
-                    )
+                    lambda p, kept=storages: kept.append(weakref.ref(p.grad.untyped_storage()))
                 )
             optimizer = engine.attach(model, adamw(model))
             _backward(model)
@@ -175,7 +153,7 @@ _WARM_UP, _STEPS = 8, 12
 
 
 @pytest.mark.parametrize(
-    ("overlap", "activations", "host_tier"),
+    ("overlap", "activations", "host"),
     [
         ("eager", False, None),
         ("commit", True, None),
@@ -183,14 +161,12 @@ _WARM_UP, _STEPS = 8, 12
         ("off", False, None),
     ],
 )
-def test_buffers_are_not_given_back_in_each_step(
-    overlap, activations, host_tier, disk, monkeypatch
-):
-    if host_tier is not None:
+def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, disk, monkeypatch):
+    if host is not None:
         # Less than the states have, which step() gives back together when new ones are current.
         # Where they are on a disk, this little would also limit what lanes have idle in turns.
         monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
-    pools: list[BufferPool] = []
+    pools = []
 
     # A process of which everything else stays as large as it is.
     def resident_bytes():
@@ -199,7 +175,7 @@ def test_buffers_are_not_given_back_in_each_step(
     monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
     give_room_for_new_weights(monkeypatch, True)
-    given_back: list[int] = []
+    given_back = []
     give_back = Arena._give_back
 
     def noted(arena, block):
@@ -209,12 +185,12 @@ def test_buffers_are_not_given_back_in_each_step(
     monkeypatch.setattr(Arena, "_give_back", noted)
     config = settings(
         disk,
-        host_tier,
+        host,
         optimizer={"overlap": overlap, "subgroup_size": 1024**2},
         activations={"enabled": activations},
         memory={"pinned": "128MiB"},
     )
-    after_backward: list[int] = []
+    after_backward = []
     with OffloadEngine(config) as engine:
         pools.append(engine._resources.pool)
         model = make_layers(3, 1024)

@@ -2,7 +2,6 @@
 
 import io
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.optim import SGD, Adagrad
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, copy_rounded
 from offload_strategy.optimizer.user_class import inner_step
 from tests.optimizer.custom_optimizers import Twisted
-from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, MakeOptimizer, offloading, snapshot
+from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, offloading, snapshot
 from tests.training import assert_same_bits, bits, in_turn
 
 
@@ -22,10 +21,10 @@ def _come_late(o, g, p, s):
         s["late"] = 2 * p.detach()
 
 
-MAKE: dict[str, MakeOptimizer] = {
+MAKE = {
     **OPTIMIZERS,
     "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
-    "a state that comes late": lambda m: Twisted(m.parameters(), _come_late),
+    "a late state": lambda m: Twisted(m.parameters(), _come_late),
 }
 MASTERS = {"master_weights": True}
 BFLOAT16 = {"state_dtype": "bfloat16"}
@@ -88,22 +87,19 @@ def of(model, optimizer):
 
 
 # ---------------------------------------------------------------------- exactness
-Section = tuple[torch.dtype, dict[str, Any]]
 
 #: Dtypes of weights, and options.
-SECTIONS: list[Section] = [
+SECTIONS = [
     (torch.float32, BFLOAT16),
     (torch.bfloat16, MASTERS),
     (torch.float16, MASTERS),
     (torch.bfloat16, {**MASTERS, **BFLOAT16}),
 ]
 #: The others take turns with one of these each.
-IN_ALL_SECTIONS = [
-    *("AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a state that comes late"),
-]
+IN_ALL_SECTIONS = ["AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a late state"]
 IN_TURN = ["ASGD", "AdamW", "Adagrad", "NAdam", "SGD", "SGD momentum", "AdamW foreach"]
 #: Only float32 states are rounded, and only half weights have masters.
-WITHOUT_EFFECT: list[Section] = [
+WITHOUT_EFFECT = [
     *((dtype, BFLOAT16) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
     (torch.float32, MASTERS),
 ]
@@ -115,8 +111,7 @@ WITHOUT_EFFECT: list[Section] = [
         *(
             (*pair, overlap)
             for pair, overlap in in_turn(
-                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)],
-                EVERY_OVERLAP,
+                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)], EVERY_OVERLAP
             )
         ),
         *(("AdamW", section, "commit") for section in WITHOUT_EFFECT),

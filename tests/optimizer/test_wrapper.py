@@ -1,38 +1,29 @@
-"""The offloaded optimizer behaves like the optimizer that it wraps."""
+"""The offloaded optimizer behaves like the one that it wraps, and loses no state in failures."""
 
 import copy
 import gc
+import os
 import pickle
 import warnings
-from collections.abc import Callable
-from typing import Any
+from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as all_optimizers
 
-from offload_strategy import OffloadError
+from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
+from offload_strategy.optimizer import subgroup_update
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tests.optimizer.runs import (
-    OVERLAPS,
-    Run,
-    adamw,
-    compare,
-    make_net,
-    offloading,
-    snapshot,
-    steps,
-)
-from tests.training import assert_same_bits, in_turn, weights
+from offload_strategy.optimizer.states.precision import MASTER_WEIGHT
+from offload_strategy.optimizer.user_class import inner_step
+from tests.optimizer.runs import Run, adamw, compare, make_net, offloading, snapshot, steps
+from tests.training import assert_same_bits, bits, in_turn, on_disk, weights
 
-# ---------------------------------------------------------------------- schedulers
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (step + 1)),
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.05, total_steps=12),
     "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5),
@@ -48,7 +39,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 )
 def test_schedulers_steer_the_optimizer(name, first, overlap, disk):
     def script(run):
-        inner: Any = AdamW(run.model.parameters(), 1e-2)
+        inner = AdamW(run.model.parameters(), 1e-2)
         if first == "the scheduler":
             scheduler = SCHEDULERS[name](inner)
             run.optimizer = run.wrap(inner)
@@ -70,13 +61,11 @@ def test_schedulers_steer_the_optimizer(name, first, overlap, disk):
 
 def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(disk):
     with offloading(disk) as engine:
-        run = Run(adamw, engine)
-        scheduler = schedulers.StepLR(run.optimizer, 1)
+        scheduler = schedulers.StepLR(Run(adamw, engine).optimizer, 1)
         with pytest.warns(UserWarning, match="before `optimizer.step"):
             scheduler.step()
 
 
-# ---------------------------------------------------------------------- groups
 @pytest.mark.parametrize(
     ("when", "overlap"),
     [("between steps", "commit"), ("before a step", "commit"), ("between steps", "off")],
@@ -111,8 +100,7 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
     compare(script, None, disk, overlap)
 
 
-# ---------------------------------------------------------------------- hooks
-class KeepsParameters(list[nn.Parameter]):
+class KeepsParameters(list):
     """A hook as averages of weights have: an update of a subgroup does not run hooks."""
 
     def __call__(self, *_): ...
@@ -120,7 +108,7 @@ class KeepsParameters(list[nn.Parameter]):
 
 def test_hooks_are_called_as_for_the_plain_optimizer(disk):
     def script(run):
-        calls: list[Any] = []
+        calls = []
         optimizer = run.optimizer
 
         def pre(its, args, kwargs):
@@ -134,8 +122,8 @@ def test_hooks_are_called_as_for_the_plain_optimizer(disk):
         handles = [
             optimizer.register_step_pre_hook(pre),
             optimizer.register_step_post_hook(post),
-            register_optimizer_step_pre_hook(pre),
-            register_optimizer_step_post_hook(post),
+            all_optimizers.register_optimizer_step_pre_hook(pre),
+            all_optimizers.register_optimizer_step_post_hook(post),
         ]
         steps(run, 3)
         optimizer.step(lambda: None)
@@ -168,8 +156,7 @@ def test_it_cannot_be_copied_and_says_what_to_do(copied, disk):
             copied(run.optimizer)
 
 
-# ---------------------------------------------------------------------- the one that was wrapped
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "deleted"])
 def test_the_inner_one_does_not_step_by_itself(overlap, kept, disk):
     model = make_net()
@@ -189,7 +176,6 @@ def test_the_inner_one_does_not_step_by_itself(overlap, kept, disk):
     assert all(not torch.equal(now, before[name]) for name, now in weights(model).items())
 
 
-# ---------------------------------------------------------------------- class
 class Counting(torch.optim.SGD):
     """Has a method, a property and a class attribute of its own, and keeps what is set."""
 
@@ -222,7 +208,7 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
     net = make_net()
     with offloading(disk) as engine:
         inner = Counting(net.parameters(), label="mine")
-        optimizer: Any = engine.attach(net, inner)
+        optimizer = engine.attach(net, inner)
         assert isinstance(optimizer, Counting)
         assert isinstance(optimizer, OffloadedOptimizer)
         assert not isinstance(optimizer, AdamW)
@@ -237,10 +223,118 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
         assert (optimizer.kind, optimizer.title, optimizer.count()) == ("counting", "MINE", 1)
         optimizer.label = "ours"
         assert (inner.label, inner.counted) == ("ours", 1)
+        # One whose class has no subclasses is wrapped all the same.
+        assert type(engine.attach(None, Final(make_net().parameters(), 0.1))) is OffloadedOptimizer
 
 
-def test_a_class_that_refuses_subclasses_is_wrapped_all_the_same(disk):
-    net = make_net()
-    with offloading(disk, "commit") as engine:
-        optimizer = engine.attach(net, Final(net.parameters(), 0.1))
-        assert type(optimizer) is OffloadedOptimizer
+# ---------------------------------------------------------------------- when things go wrong
+@contextmanager
+def _update_fails(monkeypatch, call, error):
+    """Have one of the calls of the user's class fail, counted from 0."""
+    calls, real = count(), inner_step.run_update
+
+    def failing(*args):
+        if next(calls) == call:
+            raise error
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subgroup_update, "run_update", failing)
+        with pytest.raises(type(error), match=str(error)):
+            yield
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_update_that_is_interrupted_loses_no_state(overlap, call, disk, monkeypatch):
+    """A checkpoint can be written after Ctrl-C, and training can go on."""
+    with offloading(disk, overlap) as engine:
+        run = Run(adamw, engine)
+        steps(run, 2)
+        before = run.optimizer.state_dict()
+        with _update_fails(monkeypatch, call, KeyboardInterrupt("stop")):
+            run.optimizer.zero_grad()
+            run.backward(2)
+            run.optimizer.step()
+        after = run.optimizer.state_dict()
+        assert list(after["state"]) == list(before["state"])
+        changed = [
+            key
+            for key, state in after["state"].items()
+            if bits(state["exp_avg"]) != bits(before["state"][key]["exp_avg"])
+        ]
+        assert (len(changed) > 0) == (overlap == "off" and call == 1)
+        run.optimizer.zero_grad()
+        steps(run, 2, start=3)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_an_update_that_fails_between_chunks_loses_no_state(masters, disk, monkeypatch):
+    monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 512)
+    dtype, section = torch.float32, {"state_dtype": "bfloat16", "subgroup_size": 10_000}
+    if masters:
+        dtype, section = torch.bfloat16, {"master_weights": True, "subgroup_size": 10_000}
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+
+    def step():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    with offloading(disk, "off", optimizer=section) as engine:
+        optimizer = engine.attach(None, AdamW([parameter], 1e-2))
+        for _ in range(2):
+            step()
+        before = optimizer.state[parameter]
+        with _update_fails(monkeypatch, 1, LookupError("refused")):
+            step()
+        kept = optimizer.state[parameter]
+        assert kept.keys() == before.keys()
+        # The first chunk is updated, the others are as they were.
+        for name in ("exp_avg", MASTER_WEIGHT) if masters else ("exp_avg",):
+            assert not torch.equal(kept[name][:8], before[name][:8])
+            assert torch.equal(kept[name][8:], before[name][8:])
+        assert kept["step"] == before["step"]
+        step()
+        assert optimizer.state[parameter]["step"] == before["step"] + 1
+        assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+def test_a_disk_that_breaks_loses_no_state(disk, monkeypatch):
+    plain = Run(adamw)
+    steps(plain, 2)
+    with offloading(disk, "off") as engine:
+        run = Run(adamw, engine)
+        steps(run, 1)
+
+        def broken(*args):
+            raise OSError(5, "Input/output error")
+
+        on_disk(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", broken)
+            run.optimizer.zero_grad()
+            run.backward(1)
+            # The write fails some time after it was asked for.
+            with pytest.raises(StorageError, match=r"could not write .* of optimizer"):
+                all(run.optimizer.step() is None for _ in range(20))
+        # Loud from now on, but everything can still be saved.
+        with pytest.raises(StorageError):
+            run.optimizer.step()
+        saved = run.optimizer.state_dict()
+        assert len(saved["state"]) == len(plain.optimizer.state_dict()["state"])
+        for key, state in plain.optimizer.state_dict()["state"].items():
+            assert saved["state"][key].keys() == state.keys()
+
+
+def test_too_small_a_tier_is_refused_before_training(disk):
+    model = nn.Linear(1000, 100)
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "800KiB"}]
+    with OffloadEngine({"tiers": tiers, "optimizer": {"overlap": "off"}}) as engine:
+        assert engine.attach(model, AdamW(model.parameters())) is not None
+    with OffloadEngine({"tiers": tiers, "optimizer": {"overlap": "commit"}}) as engine:
+        with pytest.raises(ConfigError) as refused:
+            engine.attach(model, AdamW(model.parameters()))
+        for part in ("1.9 MiB", "782 KiB of states", "800 KiB", "overlap to off"):
+            assert part in str(refused.value)
+        # Refused as a whole: the same parameters may be tried again with less.
+        assert engine.attach(model, SGD(model.parameters(), 0.1)) is not None

@@ -3,7 +3,6 @@
 import pytest
 
 from offload_strategy.weights import block_residency
-from offload_strategy.weights.streamed_weight import StreamedWeight
 from tests.weights.support import streaming
 
 
@@ -49,7 +48,7 @@ def no_room(monkeypatch):
 @pytest.fixture
 def accessed(monkeypatch):
     """The weights that are accessed outside their blocks."""
-    seen: list[StreamedWeight] = []
+    seen = []
     residency = block_residency.BlockResidency
     usual = residency._on_access
 

@@ -20,9 +20,8 @@ OVERLAPS = ["eager", "commit", "off"]
 
 
 def streaming(disk: Path, **sections: Any) -> OffloadEngine:
-    return OffloadEngine(
-        settings(disk, **{"parameters": {"enabled": True, "min_size": 1}, **sections})
-    )
+    sections = {"parameters": {"enabled": True, "min_size": 1}, **sections}
+    return OffloadEngine(settings(disk, **sections))
 
 
 def away(model: Any) -> list[str]:
@@ -97,11 +96,8 @@ def net(of: Callable[[], nn.Module] = Net) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
+    """Of the parameters that are trained."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

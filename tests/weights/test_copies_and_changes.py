@@ -4,8 +4,6 @@ import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +15,7 @@ from torch.optim import swa_utils
 
 from tests.activations.support import noise
 from tests.activations.zoo import build
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    attached,
-    bits,
-    gradients,
-    in_turn,
-    on_disk,
-    weights,
-)
+from tests.training import assert_same_bits, attached, bits, gradients, in_turn, on_disk, weights
 from tests.weights.support import (
     OVERLAPS,
     Block,
@@ -321,7 +310,7 @@ def _average(model):
         return {"loss": loss(averaged), **weights(averaged)}
 
 
-CHANGES: dict[str, Callable[[Any], Numbers | None]] = {
+CHANGES = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
         _tie, _replace_a_block, _replace_a_parameter, _remove_a_block, _initialize,
@@ -336,7 +325,7 @@ CHANGES: dict[str, Callable[[Any], Numbers | None]] = {
 )
 @compared()
 def test_changes_between_steps(model, optimizer, engine, change, from_disk):
-    history: list[Numbers] = []
+    history = []
     for number in range(4):
         if number in (1, 3):
             if from_disk and engine is not None:

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +16,7 @@ from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import (
-    adamw,
-    all_plain,
-    away,
-    nearly_all_left,
-    train,
-    zoo_loss,
-)
+from tests.weights.support import adamw, all_plain, away, nearly_all_left, train, zoo_loss
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -63,9 +55,7 @@ def layers(width=4):
 # ---------------------------------------------------------------------- made
 @pytest.mark.parametrize("kind", ["GPT-2", "T5", "ViT", "Mixtral"])
 @pytest.mark.parametrize("pretrained", [False, True], ids=["built", "from_pretrained"])
-def test_a_model_that_is_made_within_building_has_the_weights_of_a_plain_one(
-    engine, accessed, folder, kind, pretrained
-):
+def test_a_model_made_within_building_is_as_a_plain_one(engine, accessed, folder, kind, pretrained):
     plain = saved(kind, folder) if pretrained else build(kind)
     with engine.building():
         model = type(plain).from_pretrained(folder) if pretrained else build(kind)
@@ -107,9 +97,7 @@ def test_a_module_that_cannot_fill_itself_is_named(engine):
 
 
 @pytest.mark.parametrize("doing", ["attach", "load_weights"])
-def test_tiers_that_are_too_small_are_refused_before_anything_moves(
-    disk, tmp_path, doing, sections
-):
+def test_too_small_tiers_are_refused_before_anything_moves(disk, tmp_path, doing, sections):
     config = settings(disk, **sections)
     config["tiers"][0]["capacity"] = "64KiB"
     model = layers(100)
@@ -159,9 +147,7 @@ def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(engine, folder, kind
 
 
 @WAYS
-def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_with_it(
-    engine, folder, adopt
-):
+def test_an_attached_model_is_loaded_and_its_aliases_change_with_it(engine, folder, adopt):
     plain, model = saved("GPT-2", folder), build("GPT-2")
     engine.attach(model)
     loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now
@@ -287,7 +273,7 @@ _LOST = '{"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}'
 _DAMAGED = r"cannot load weights from .*a\.safetensors"
 
 #: What is done to the file, whether it is named or its folder, and the message.
-REFUSED: list[tuple[Callable[[Path], object], bool, str]] = [
+REFUSED = [
     (_rename, True, r"has no 1\.weight; the model has no 2\.weight\. Pass strict=False"),
     (
         lambda file: save_file({**load_file(file), "0.weight": torch.zeros(4, 5)}, file),

@@ -1,8 +1,6 @@
 """Streamed weights in the hands of code that was not written for them, and partly trained."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,23 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.activations.support import noise
-from tests.activations.test_recompute import WAYS
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    attached,
-    bits,
-    gradients,
-    in_turn,
-    weights,
-)
+from tests.training import assert_same_bits, attached, bits, gradients, in_turn, weights
 from tests.weights.support import (
     OVERLAPS,
-    Net,
     adamw,
-    adamw_of_trained,
     away,
     compared,
     loss,
@@ -40,12 +27,11 @@ from tests.weights.support import (
 )
 
 
-# ---------------------------------------------------------------------- looks
 class Subclass(torch.Tensor):
     """Of a user."""
 
 
-LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+LOOKS = {
     "no bytes": lambda p: (p.shape, p.stride(), p.dtype, p.numel(), len(p), p.requires_grad),
     "no bytes either": lambda p: (isinstance(p, nn.Parameter), p.is_contiguous(), p.grad),
     "repr": repr,
@@ -79,10 +65,8 @@ def test_looking_at_a_weight(engine):
     for name, look in LOOKS.items():
         before = away(model)
         assert before
-        for (of, streamed), expected in zip(
-            model.named_parameters(), plain.parameters(), strict=True
-        ):
-            assert look(streamed) == look(expected), f"{name} of {of}"
+        for (of, streamed), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert look(streamed) == look(twin), f"{name} of {of}"
         assert not name.startswith("no bytes") or away(model) == before
     assert repr(model) == repr(plain)
 
@@ -109,10 +93,8 @@ def _on_the_host(model, x):
         return model(x)
 
 
-CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "with its own weights": lambda m, x: torch.func.functional_call(
-        m, dict(m.named_parameters()), (x,)
-    ),
+CALLS = {
+    "as a function": lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,)),
     "in evaluation mode": lambda m, x: m.eval()(x),
     "not by way of its hooks": lambda m, x: m.forward(x),
     "of a part": lambda m, x: m.features(x),
@@ -158,7 +140,7 @@ class Encoder(nn.Module):
         return F.pad(encoded, (0, 0, 0, 6 - encoded.shape[1]))
 
 
-FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
+FAST_PATHS = {
     "a layer": lambda: nn.Sequential(layer()),
     "layers": lambda: nn.Sequential(layer(), layer()),
     "an encoder": lambda: Encoder(False),
@@ -210,7 +192,7 @@ def test_text_generation_between_steps(model, optimizer, kind, beams):
 # ---------------------------------------------------------------------- gradients
 @compared(optimizer_of=None)
 def test_gradients_as_values_of_a_function(model, optimizer):
-    inputs: Any = dict(model.named_parameters())
+    inputs = dict(model.named_parameters())
     if "dict[" not in str(torch.autograd.grad.__annotations__["inputs"]):  # torch before 2.12
         inputs = list(inputs.values())
     slopes = torch.autograd.grad(loss(model), inputs, materialize_grads=True)
@@ -234,7 +216,7 @@ def test_asking_for_gradients_brings_no_weights(engine, accessed, how):
 
 @compared(optimizer_of=None)
 def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, optimizer):
-    seen: list[Numbers] = []
+    seen = []
 
     def look(module, *gradients):
         seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})
@@ -310,7 +292,7 @@ def test_adapters_train_the_same_and_are_merged_the_same(engine, kind, reentrant
     model = adapted(base, kind)
     if reentrant is not None:
         model.enable_input_require_grads()
-    optimizer = attached(engine, model, adamw_of_trained(model))
+    optimizer = attached(engine, model, adamw(model))
     assert engine is None or away(model)
     history = train(model, optimizer, loss_of=zoo_loss(kind))
     merged = model.merge_and_unload().eval()
@@ -329,7 +311,7 @@ def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(engi
     if engine is not None:
         engine.attach(base)
     model = adapted(base, kind)
-    optimizer = attached(engine, None, adamw_of_trained(model))
+    optimizer = attached(engine, None, adamw(model))
     history = train(model, optimizer, loss_of=zoo_loss(kind))
     model.save_pretrained(tmp_path / "adapters")
     loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
@@ -346,38 +328,4 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
             if ".1." in name:
                 parameter.requires_grad_(number // 2 % 2 == first)
         history += train(model, optimizer, 1, first=number, loss_of=zoo_loss(kind))
-    return history
-
-
-class Product(nn.Module):
-    """As `Conv1D` of GPT-2: autograd saves its weight as it is, and that of `Linear` transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight).tanh()
-
-
-def _recomputed(trained):
-    def block():
-        return nn.Sequential(Product(), Product())
-
-    model = net(lambda: Net(block, around=WAYS["non-reentrant"]))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    return model
-
-
-@pytest.mark.parametrize(("trained", "overlap"), in_turn(["bias", "0.weight", "blocks.2"], ["off"]))
-@compared(_recomputed, adamw_of_trained)
-def test_frozen_weights_of_recomputed_blocks_are_there_in_backward(model, optimizer):
-    history = []
-    for number in range(2):
-        optimizer.zero_grad()
-        x = noise(2, 8, seed=number).requires_grad_()
-        model.features(x).sum().backward()
-        history.append({"input": x.grad, **gradients(model)})
-        optimizer.step()
     return history

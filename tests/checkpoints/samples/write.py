@@ -79,15 +79,10 @@ class LightningSample(LightningModule):
 
 def trained_by_lightning(disk: Path, steps: int, checkpoint: Path | None = None) -> Trainer:
     """Train the sample up to so many steps, from a checkpoint or from the beginning."""
-    trainer = Trainer(
-        strategy=SSDOffloadStrategy(config=settings(disk)),
-        accelerator="cpu",
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    strategy = SSDOffloadStrategy(config=settings(disk))
+    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": steps}
+    trainer = Trainer(**options, **dict.fromkeys(shown, False))
     trainer.fit(LightningSample(), ckpt_path=checkpoint)
     return trainer
 

@@ -5,13 +5,7 @@ import pytest
 pytest.register_assert_rewrite("tests.optimizer.gradients.pairs")
 
 from tests.optimizer.gradients.acts import PREPARED  # noqa: E402
-from tests.optimizer.gradients.pairs import (  # noqa: E402
-    DTYPES,
-    LAYOUTS,
-    SOURCES,
-    Pair,
-    gradient,
-)
+from tests.optimizer.gradients.pairs import DTYPES, LAYOUTS, SOURCES, Pair, gradient  # noqa: E402
 from tests.store.conftest import make_rig, rig  # noqa: E402
 from tests.training import in_turn  # noqa: E402
 
@@ -28,9 +22,7 @@ def pair_of(request, rig):
     return make
 
 
-@pytest.fixture(
-    params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]), ids=str
-)
+@pytest.fixture(params=in_turn(product(DTYPES, LAYOUTS), [*PREPARED, *reversed(PREPARED)]), ids=str)
 def prepared_pair(request, pair_of):
     """Makes pairs of each dtype in each layout, and each of both as it came and with steps."""
     (dtype, layout), prepared = request.param

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_backing import GradientSource, StoredGradient
+from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.store.rig import Rig
 from tests.training import bits
@@ -39,14 +39,6 @@ def gradient(
     return LAYOUTS[layout](values)
 
 
-def source_of(kind: str, values: torch.Tensor, rig: Rig) -> GradientSource:
-    """The values, given to a source of this kind."""
-    if kind == "held":
-        return values.clone()
-    rig.at_once()
-    return StoredGradient(rig.store, values.clone(), [rig.disk])
-
-
 @dataclass
 class Pair:
     """The same gradient twice."""
@@ -64,8 +56,11 @@ class Pair:
 
     @classmethod
     def of(cls, values: torch.Tensor, kind: str, rig: Rig) -> Pair:
-        plain = values.clone()
-        return cls(plain, OffloadedGradient.of(source_of(kind, values, rig), like=plain))
+        plain, source = values.clone(), values.clone()
+        if kind == "stored":
+            rig.at_once()
+            source = StoredGradient(rig.store, source, [rig.disk])
+        return cls(plain, OffloadedGradient.of(source, like=plain))
 
     def same(self, act: Callable[[Any], Any]) -> Any:
         """Do the same to both; returns what it gave for the offloaded gradient."""
@@ -82,9 +77,6 @@ class Pair:
         assert self.offloaded.is_contiguous() == self.plain.is_contiguous()
 
 
-MakePair = Callable[..., Pair]
-
-
 @dataclass
 class Raised:
     """An act that failed."""
@@ -93,12 +85,7 @@ class Raised:
 
 
 def forbid_loading(offloaded: OffloadedGradient, patch: pytest.MonkeyPatch) -> None:
-    backing = offloaded.backing
-
-    def loaded() -> Any:
-        raise AssertionError("the values were loaded")
-
-    patch.setattr(backing, "_load", loaded)
+    patch.setattr(offloaded.backing, "_load", lambda: pytest.fail("the values were loaded"))
 
 
 def outcome(act: Callable[[Any], Any], subject: Any) -> Any:

@@ -3,8 +3,6 @@
 import errno
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,7 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from tests.optimizer.gradients.acts import PINS, READS, STEPS, scaled, unscaled, with_gradient
 from tests.optimizer.gradients.pairs import Pair, assert_same, forbid_loading, gradient
 
-Act = Callable[[Any], Any]
-
-# ---------------------------------------------------------------------- zeros
-ZEROING: dict[str, Act] = {
+ZEROING = {
     "zero_": lambda p: p.grad.zero_(),
     "listed": lambda p: torch._foreach_zero_([p.grad, torch.ones(3)]),
     "by the optimizer, foreach": lambda p: torch.optim.SGD([p], lr=0.1, foreach=True).zero_grad(
@@ -189,7 +184,7 @@ WITHOUT_VALUES = frozenset(
         *("data set to another shape", "from a vector", "refused", "refused for its limit"),
     }
 )
-USES: dict[str, Act] = {
+USES = {
     **{n: act for n, act in (READS | PINS | STEPS).items() if n not in WITHOUT_VALUES},
     "norm of data": lambda g: g.data.norm(),
     "listed norm": lambda g: torch._foreach_norm([g]),
