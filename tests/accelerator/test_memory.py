@@ -31,7 +31,6 @@ from tests.accelerator.support import (
 )
 from tests.paced import PacedBackend
 from tests.training import (
-    Numbers,
     activations_only,
     assert_same_history,
     attached,
@@ -49,7 +48,7 @@ def config_of(disk, **sections):
 # ---------------------------------------------------------------------- limits
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
-LIMITS: list[tuple[float, str | None, bool]] = [
+LIMITS = [
     (0.4, None, True),
     (0.7, "1GiB", True),
     (0.4, "16MiB", True),
@@ -64,7 +63,7 @@ def training(engine, steps):
     """Losses and weights; and the peak of each step."""
     model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
-    found: list[Numbers] = []
+    found = []
     highest = peaks(
         lambda step: found.extend(train(model, optimizer, range(step, step + 1), **BATCH)), steps
     )
@@ -163,7 +162,6 @@ def test_pinned_memory_is_exactly_as_asked():
     pool = BufferPool(16 * MiB)
     nbytes = 4 * MiB + PAGE_BYTES
     buffer = pool.acquire(nbytes, pinned=True)
-    assert buffer is not None
     assert buffer.is_pinned()
     assert pool.usage().held_bytes == nbytes
     del buffer
@@ -281,8 +279,8 @@ def behind(engine, cycles=0):
         engine.attach(model)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1 << 20, generator=generator).to(DEVICE).requires_grad_()
-    begins: list[int] = []
-    waits: dict[str, int] = {}
+    begins = []
+    waits = {}
 
     def step(_):
         nonlocal waits
@@ -294,7 +292,6 @@ def behind(engine, cycles=0):
         waits = waiting_calls()
 
     highest = peaks(step, STEPS)
-    assert x.grad is not None
     beyond = [peak - begin for peak, begin in zip(highest, begins, strict=True)]
     return x.grad.cpu(), begins, beyond, waits
 

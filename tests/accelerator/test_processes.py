@@ -1,11 +1,9 @@
-"""What the ranks of `test_processes` do: each has an accelerator of its own."""
+"""Two processes with an accelerator each: the same bits, and reductions beside backward."""
 
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,35 +13,30 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from tests.training import Numbers, assert_same_history, attached, gradients, settings, weights
+from tests.distributed.ranks import run_ranks
+from tests.training import assert_same_history, attached, gradients, settings, weights
 
+#: Not from `support`, which loads the device: ranks are forked before they do.
+DEVICE = os.environ["TEST_ACCELERATOR"]
 WIDTH = 96
 #: Seconds after which a mark that does not come is missing.
 PATIENCE = 20.0
 
 
-def join(rank: int, directory: Path, kind: str) -> torch.device:
+def join(rank, directory):
     """Join a process group with the semantics of NCCL; return this rank's device."""
-    os.environ["TEST_ACCELERATOR"] = kind
-    if kind == "sim":
+    if DEVICE == "sim":
         from tests.simulated_accelerator import process_group, sim
 
         sim.set_delays(20, 100)
     torch.accelerator.set_device_index(rank)
-    backend = process_group.BACKEND if kind == "sim" else "nccl"
+    backend = process_group.BACKEND if DEVICE == "sim" else "nccl"
     store = f"file://{directory}/accelerators"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=2)
-    return torch.device(kind, rank)
+    return torch.device(DEVICE, rank)
 
 
-def leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def engine_of(
-    directory: Path, overlap: str, host: str | None, streamed: bool = False
-) -> OffloadEngine:
+def engine_of(directory, overlap, host, streamed=False):
     folder = directory / f"disk-{dist.get_rank()}"
     folder.mkdir()
     optimizer = {"overlap": overlap, "subgroup_size": 5000}
@@ -52,18 +45,12 @@ def engine_of(
     return OffloadEngine(settings(folder, host, **sections))
 
 
-def train(
-    engine: OffloadEngine | None,
-    device: torch.device,
-    sharded: bool,
-    eager: bool,
-    hook: Callable[[nn.Sequential], None] = lambda net: None,
-) -> list[Numbers]:
+def train(engine, device, sharded, eager, hook=lambda net: None):
     """Losses, the gradients of one step, and final weights."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
     net.to(device)
-    model: Any = net
+    model = net
     if sharded:
         for part in (*net, net):
             fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
@@ -71,7 +58,7 @@ def train(
         model = DistributedDataParallel(net, bucket_cap_mb=0.05)
     optimizer = attached(engine, model, torch.optim.AdamW(net.parameters(), lr=1e-2))
     hook(net)
-    found: list[Numbers] = []
+    found = []
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + device.index)
         inputs = torch.randn(16, WIDTH, generator=generator).to(device)
@@ -87,45 +74,38 @@ def train(
     return [{n: v.to_local() if isinstance(v, DTensor) else v for n, v in p.items()} for p in parts]
 
 
-def compare(
-    rank: int,
-    directory: Path,
-    kind: str,
-    sharded: bool,
-    overlap: str,
-    host: str | None,
-    streamed: bool,
-) -> bool:
+def compare(rank, directory, sharded, overlap, host, streamed):
     """Fail unless all is the same with and without offload; return whether anything has moved."""
-    device, eager = join(rank, directory, kind), overlap == "eager"
+    device, eager = join(rank, directory), overlap == "eager"
     expected = train(None, device, sharded, eager)
     with engine_of(directory, overlap, host, streamed) as engine:
         assert_same_history(train(engine, device, sharded, eager), expected)
         moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
-    leave()
+    dist.barrier()
+    dist.destroy_process_group()
     return moved
 
 
-def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -> int:
+def overlap_of_reductions(rank, directory, overlap):
     """How many reductions did not end before backward had reached the first layer.
 
     The first reduction of each step takes until the compute stream has executed the backward of the
     first layer. It can only end if nothing on the compute stream waits for it before that.
     """
-    device = join(rank, directory, kind)
+    device = join(rank, directory)
     from tests.simulated_accelerator import process_group, sim
 
     reached = threading.Event()
     late = 0
 
-    def delayed(collective: Callable[[], None], number: int) -> None:
+    def delayed(collective, number):
         nonlocal late
         if number == 0 and not reached.wait(PATIENCE):
             late += 1
         collective()
 
-    def hook(net: nn.Sequential) -> None:
-        def begin(module: nn.Module, args: Any) -> None:
+    def hook(net):
+        def begin(module, args):
             torch.accelerator.synchronize()
             reached.clear()
             group.number = 0
@@ -140,5 +120,27 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
         group.delayed = delayed
         train(engine, device, sharded=False, eager=overlap == "eager", hook=hook)
         group.delayed = process_group.at_once
-    leave()
+    dist.barrier()
+    dist.destroy_process_group()
     return late
+
+
+@pytest.fixture(autouse=True)
+def _two_devices():
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+
+
+@pytest.mark.parametrize(("sharded", "streamed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("overlap", "host"), [("commit", None), ("eager", "64MiB"), ("off", None)])
+def test_the_bits_are_the_same(tmp_path, sharded, overlap, host, streamed):
+    options = {"sharded": sharded, "overlap": overlap, "host": host, "streamed": streamed}
+    where = "tests.accelerator.test_processes:compare"
+    assert run_ranks(where, tmp_path, group=False, **options) == [True, True]
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+def test_backward_does_not_wait_for_reductions(tmp_path, overlap):
+    where = "tests.accelerator.test_processes:overlap_of_reductions"
+    assert run_ranks(where, tmp_path, group=False, overlap=overlap) == [0, 0]

@@ -30,7 +30,6 @@ from tests.accelerator.support import (
     stir,
 )
 from tests.training import (
-    Numbers,
     assert_same_history,
     attached,
     gradients,
@@ -144,7 +143,7 @@ def train(model, optimizer, seed):
     device = next(model.parameters()).device
     dice = random.Random(seed)
     torch.accelerator.set_device_index(device)
-    found: list[Numbers] = []
+    found = []
     with using_stream(torch.Stream(device)):
         for step in range(3):
             loss = model(batch(step, **SMALL).to(device)).pow(2).mean()

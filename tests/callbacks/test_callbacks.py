@@ -3,9 +3,9 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.callbacks import (
@@ -20,7 +20,6 @@ from tests.integrations.lightning_runs import (
     fit,
     make_module,
     make_trainer,
-    with_engine,
 )
 from tests.integrations.support import tensorboard_scalars
 
@@ -32,7 +31,7 @@ def test_every_logger_gets_the_metrics_and_training_is_identical(pl, tmp_path, m
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    rows: list[dict[str, Any]] = []
+    rows = []
     board = pl.loggers.TensorBoardLogger(tmp_path)
     other = pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True)
     monkeypatch.setattr(other.experiment, "log", lambda row, *_, **__: rows.append(row))
@@ -120,7 +119,9 @@ def test_callbacks_serve_an_engine_of_the_users_own_with_the_hints_of_the_strate
 
     logger = pl.loggers.TensorBoardLogger(tmp_path)
     with OffloadEngine() as engine:
-        module = with_engine(make_module(pl), engine)
+        module = make_module(pl)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        module.configure_optimizers = lambda: engine.attach(module, optimizer)
         options["callbacks"] = [MicroBatchHints(engine), OffloadMonitor(2, engine=engine)]
         by_callback = fit(pl, tmp_path, "auto", module, logger=logger, **options)
     assert hints == expected

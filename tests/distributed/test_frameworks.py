@@ -21,6 +21,7 @@ from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, se
 from tests.distributed.loops import Net, check, config, different, loss_of, same, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import STREAMED
+from tests.integrations import lightning_runs
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
@@ -249,23 +250,15 @@ def with_the_trainer(rank, directory):
 
 
 # ---------------------------------------------------------------------- Lightning
-class Behaviour:
-    """A net, its loss and its data, for either install's `LightningModule`."""
+class Behaviour(lightning_runs.Behaviour):
+    """With a net for tokens."""
 
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(scheduler=True)
         self.net = Net()
-        self.losses = []
 
-    def training_step(self, batch):
-        loss = loss_of(self.net, batch[0])
-        self.losses.append(loss.item().hex())
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    def loss(self, batch):
+        return loss_of(self.net, batch[0])
 
     def train_dataloader(self):
         return batches_of(56, shuffle=True)
@@ -285,12 +278,11 @@ def lightning_fit(family, behaviour, strategy, place, name, resumed=None, **opti
     """Train two epochs with accumulation, or the second from the checkpoint of another run."""
     pl = importlib.import_module(family)
     pl.seed_everything(5, verbose=False)
-    module = type("Module", (behaviour, pl.LightningModule), {})()
-    trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, accumulate_grad_batches=3,
-        callbacks=[pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)],
-        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    module = lightning_runs.make_module(pl, behaviour)
+    saving = pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)
+    options |= {"max_epochs": 2, "max_steps": -1, "enable_checkpointing": True, "devices": 2}
+    options |= {"accumulate_grad_batches": 3, "callbacks": [saving]}
+    trainer = lightning_runs.make_trainer(pl, place, strategy, **options)
     trainer.fit(module, ckpt_path=None if resumed is None else place / resumed / "epoch=0.ckpt")
     engine = getattr(trainer.strategy, "offload_engine", None)
     states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))

@@ -7,13 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -73,15 +67,15 @@ def train(
 
     def states():
         return {
-            "model": get_model_state_dict(net),
-            "optimizer": get_optimizer_state_dict(net, used),
+            "model": state_dicts.get_model_state_dict(net),
+            "optimizer": state_dicts.get_optimizer_state_dict(net, used),
         }
 
     if checkpoint is not None:
         loaded = states()
         load(loaded, checkpoint_id=checkpoint)
-        set_model_state_dict(net, loaded["model"])
-        set_optimizer_state_dict(net, used, loaded["optimizer"])
+        state_dicts.set_model_state_dict(net, loaded["model"])
+        state_dicts.set_optimizer_state_dict(net, used, loaded["optimizer"])
     world = dist.get_world_size()
     share = slice(rank * (8 // world), (rank + 1) * (8 // world))
 
@@ -99,7 +93,8 @@ def train(
         for name, value in state.items()
         if name != "step"
     }
-    full = get_optimizer_state_dict(net, used, options=StateDictOptions(full_state_dict=True))
+    options = state_dicts.StateDictOptions(full_state_dict=True)
+    full = state_dicts.get_optimizer_state_dict(net, used, options=options)
     return {
         **found,
         "weights": whole(net.state_dict()),

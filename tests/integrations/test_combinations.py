@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -26,16 +25,10 @@ from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    make_module,
-    make_trainer,
-    quiet,
-    strategy_class,
-)
+from tests.integrations.lightning_runs import make_module, make_trainer, quiet, strategy_class
 from tests.training import Block, attached, left_bytes, settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -45,7 +38,7 @@ BATCH, LENGTH, VOCABULARY, WIDTH = 4, 16, 64, 32
 STREAMED = "all, streamed weights too"
 
 OFF = {"enabled": False}
-CLIENTS: dict[str, dict[str, Any]] = {
+CLIENTS = {
     "activations": {"optimizer": OFF},
     **{
         f"optimizer: {overlap}": {"activations": OFF, "optimizer": {"overlap": overlap}}
@@ -55,7 +48,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
 }
 """Sections of the config by client; what is not said is on, as in the defaults."""
 
-AXES: dict[str, tuple[str, ...]] = {
+AXES = {
     "precision": ("32", "bf16-mixed", "bf16-true"),
     "checkpointing": ("none", "non-reentrant", "reentrant"),
     "compile": ("no", "aot_eager"),
@@ -120,15 +113,13 @@ class Outcome:
 
 
 NUMBERS = ("losses", "weights")
-Config = Mapping[str, Any] | None  # None for training without offload
-Train = Callable[[Combination, Config], Outcome]
 
 
 @dataclass(frozen=True)
 class Way:
     """A way to train."""
 
-    train: Train
+    train: Callable  # With a combination and a config, None without offload; returns an `Outcome`
     refusals: Mapping[str, Refusal]  # By what the table says of them
     precisions: Sequence[str] = AXES["precision"]
 
@@ -158,7 +149,7 @@ def verdicts(name, way, directory):
 
     The verdict is "identical", "refused: why", or what else was found.
     """
-    plain: dict[Combination, Outcome] = {}
+    plain = {}
     found = {}
     for one, expected in documented(name).items():
         if expected == "identical" and one.training not in plain:
@@ -174,10 +165,8 @@ def verdicts(name, way, directory):
         if expected != "identical":
             found[one] = "trained, and should be refused"
             continue
-        pairs = {
-            part: (getattr(outcome, part), getattr(plain[one.training], part)) for part in NUMBERS
-        }
-        differs = [part for part, both in pairs.items() if not same(*both)]
+        runs = outcome, plain[one.training]
+        differs = [part for part in NUMBERS if not same(*(getattr(run, part) for run in runs))]
         parts = [*outcome.moved] if one.client == STREAMED else [one.client.partition(":")[0]]
         still = [part for part in parts if not outcome.moved[part] > 0]
         found[one] = f"differs: {differs}; not moved: {still}" if differs or still else "identical"
@@ -284,8 +273,8 @@ def _loop(combination, sections):
 
 
 def _lightning(combination, sections):
-    strategy = "auto" if sections is None else strategy_class(FAMILIES[0])(config=sections)
-    options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
+    strategy = "auto" if sections is None else strategy_class(pl.__name__)(config=sections)
+    options = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
         # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself.
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -11,7 +11,6 @@ import os
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,15 +52,12 @@ deepspeed.utils.logging.logger.setLevel("ERROR")
 STAGES = (1, 2, 3)
 STEPS = 6
 BATCH = 16
-OFFLOAD: dict[str, Any] = {
-    "activations": {"min_size": "1KiB", "budget": "100%"},
-    "optimizer": {"enabled": False},
-}
+OFFLOAD = {"activations": {"min_size": "1KiB", "budget": "100%"}, "optimizer": {"enabled": False}}
 
 
 def zero(stage):
     """DeepSpeed's config; with ZeRO-3, small parameters are taken apart as well."""
-    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 100_000}
+    section = {"stage": stage, "reduce_bucket_size": 100_000}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0
     return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
@@ -99,7 +95,7 @@ def accelerate(stage, directory):
     Unless `accelerate launch` has put everything into the environment, it is given the plugins.
     """
     PartialState.destroy_process_group = lambda *_: None  # others go on with it
-    plugins: dict[str, Any] = {}
+    plugins = {}
     if "ACCELERATE_USE_SSD_OFFLOAD" not in os.environ:
         theirs = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
         plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=theirs)
@@ -114,9 +110,7 @@ def accelerate(stage, directory):
     for step, loss in enumerate(train(engine, loader, accelerator.backward, *steps)):
         losses.append(loss)
         accelerator.log({"loss": loss}, step=step)
-    session = session_of(accelerator)
-    assert session is not None
-    result = outcome(losses, model, session.engine.metrics())
+    result = outcome(losses, model, session_of(accelerator).engine.metrics())
     result["type"] = accelerator.distributed_type.value
     result["optimizer"] = type(optimizer).__name__
     accelerator.end_training()
@@ -127,7 +121,7 @@ def accelerate(stage, directory):
 
 
 def part_of_data(rank, ranks):
-    whole: Any = batches(2 * STEPS, BATCH).dataset
+    whole = batches(2 * STEPS, BATCH).dataset
     return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
 
 
@@ -166,7 +160,7 @@ def outcome(losses, model, metrics=None):
 def one_device(rank, directory, variables):
     """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
     os.chdir(directory)
-    results: dict[str, Any] = {}
+    results = {}
     for stage in (1, 2, 3):
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
@@ -198,7 +192,7 @@ def launched_with(home, monkeypatch):
         deepspeed_config={"deepspeed_config_file": "zero.json", "zero3_init_flag": False},
         ssd_offload_config=OFFLOAD,
     )
-    given: dict[str, str] = {}
+    given = {}
     monkeypatch.setattr("torch.distributed.run.run", lambda _: given.update(os.environ))
     launch(monkeypatch, "--config", path.name, "train.py")
     return {name: value for name, value in given.items() if name.startswith(OURS)}
@@ -251,7 +245,7 @@ def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path):
 def test_a_saved_weight_is_found_where_it_is_gathered_next():
     """The weight is taken apart and gathered as DeepSpeed does it."""
     module = nn.Linear(4, 3, bias=False)
-    weight: Any = module.weight
+    weight = module.weight
     weight.ds_id = 0
     values = weight.detach().clone()
 
@@ -266,8 +260,6 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next():
     gather()
     module(torch.ones(1, 4))
     whole, row = weights.save(weight.detach()), weights.save(weight.detach().t()[1])
-    assert whole is not None
-    assert row is not None
     assert weights.save(torch.ones(3, 4)) is None
     bytes_of_before = weight.detach()
     part()
@@ -326,7 +318,7 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     assert read.aio_config["intra_op_parallelism"] == 2
 
 
-MEMORY: dict[str, Any] = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
+MEMORY = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
 STATES, WEIGHTS = {"optimizer": {"enabled": True}}, {"parameters": {"enabled": True}}
 CPU, ELSEWHERE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/elsewhere"}
 BELOW_3 = range(3)

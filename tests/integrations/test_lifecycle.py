@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch
 import pytest
@@ -120,7 +119,7 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
 ):
     gc.collect()
     (tmp_path / "file").write_text("")
-    config: Any = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
+    config = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
     module = make_module(pl)
     if wrong == "LBFGS":
         module.make_optimizer = torch.optim.LBFGS
@@ -200,7 +199,7 @@ ENDS = {
 
 
 def train_with_lightning(end):
-    pl: Any = lightning.pytorch
+    pl = lightning.pytorch
     fails_at = (3, RuntimeError("on purpose")) if end == "exception" else None
     ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
     options = {"max_steps": -1, "max_epochs": 2 if end == "workers" else -1}

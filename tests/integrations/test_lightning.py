@@ -8,16 +8,18 @@ import importlib
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from offload_strategy import ConfigError
 from tests.integrations.lightning_runs import (
+    FAMILIES,
     assert_equal,
+    assert_same,
     batches,
     fit,
     in_both_installs,
@@ -25,8 +27,10 @@ from tests.integrations.lightning_runs import (
     make_trainer,
     parameters_of,
     strategy_class,
+    tiny_model,
     with_and_without,
 )
+from tests.integrations.support import STREAMED
 from tests.training import moved
 
 
@@ -56,7 +60,7 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
 
 
 def test_layers_that_are_thawed_later_are_identical(pl, tmp_path):
-    class Thaw(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
+    class Thaw(pl.callbacks.BaseFinetuning):
         """Adds the first layer's parameters to the optimizer after an epoch."""
 
         def freeze_before_training(self, module):
@@ -77,7 +81,7 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch
     def twice(parameters, lr):
         optimizer = torch.optim.SGD(parameters, lr=lr)
         step = optimizer.step
-        optimizer.step = lambda closure=None: (step(closure), step())[0]  # type: ignore[method-assign]
+        optimizer.step = lambda closure=None: (step(closure), step())[0]
         return optimizer
 
     both(pl, tmp_path, module={"optimizer": twice}, max_steps=3)
@@ -109,7 +113,7 @@ def test_a_model_with_nothing_to_optimize_trains_on(pl, tmp_path):
 
 def test_copies_of_module_and_strategy_have_no_engine(pl, family, tmp_path):
     """As averaging callbacks and loggers make them in the middle of `fit`."""
-    copies: list[Any] = []
+    copies = []
 
     def take_copies(trainer, module, *_):
         if trainer.global_step == 5:
@@ -176,8 +180,72 @@ def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
         make_trainer(pl, tmp_path, strategy_class(other)())
 
 
+# ---------------------------------------------------------------------- streamed weights
+def streaming(overlap):
+    return strategy_class(FAMILIES[0])({**STREAMED, "optimizer": {"overlap": overlap}})
+
+
+@pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
+def test_streamed_weights_accumulate_clip_validate_and_resume_the_same(pl, tmp_path, overlap, clip):
+    def run(name):
+        first, second = (name if name == "auto" else streaming(overlap) for _ in range(2))
+        folder = tmp_path / name
+        saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)
+        options = {"gradient_clip_val": clip, "enable_checkpointing": True, "validate": True}
+        options["accumulate_grad_batches"] = 2
+        fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
+        return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
+
+    assert with_and_without(run).engine.metrics()["offload/parameters/read_bytes"] > 0
+
+
+def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
+    away = []
+
+    class Late(type(make_module(pl))):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Identity()
+
+        def configure_model(self):
+            if isinstance(self.net, nn.Identity):
+                torch.manual_seed(5)
+                self.net = tiny_model()
+
+        def on_fit_start(self):
+            away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
+
+    plain = fit(pl, tmp_path, module=Late(), max_steps=6)
+    streamed = fit(pl, tmp_path, streaming("eager"), Late(), max_steps=6)
+    assert away[0] == 0 < away[1]
+    assert_same(streamed, plain)
+    again = fit(pl, tmp_path, streaming("eager"), streamed.module, max_steps=6)
+    assert len(again.losses) == 12
+    again.trainer.strategy._close_engine()
+
+
+def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
+    for empty in (True, False):
+        strategy = streaming("eager")
+        trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
+        with trainer.init_module(empty_init=empty):
+            module = make_module(pl)
+        assert all(parameter.is_meta for parameter in module.parameters()) is empty
+        engine = strategy.offload_engine
+        if empty:
+            trainer.fit(module, batches())
+            assert len(module.losses) == 3
+            engine = strategy.offload_engine
+        del trainer, strategy
+        engine.close()
+        for parameter in module.parameters():
+            assert type(parameter) is nn.Parameter
+            assert torch.isfinite(parameter).all()
+
+
+# ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "tiers": [{"name": "host", "kind": "dram", "capacity": "1MiB"}],
     "activations": {"min_size": "2KiB"},
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offload_strategy.checkpoints
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.integrations.lightning_runs import (
     FAMILIES,
     assert_same,
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
 def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
-    in_file: list[bool] = []
+    in_file = []
     look = pl.callbacks.LambdaCallback(
         on_train_batch_start=lambda *_: in_file.extend(map(mapped, files.values()))
     )

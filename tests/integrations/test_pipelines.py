@@ -1,22 +1,15 @@
 """Pipeline schedules of torch.distributed.pipelining over two processes, to the last bit."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed import pipelining
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.integrations.pipelining import follow_schedule
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.distributed.ranks import run_ranks
 from tests.integrations.lightning_runs import WIDTH, tiny_model
 from tests.training import settings
@@ -50,11 +43,11 @@ _1F1B = {"told nothing": Way("commit", follow=False), "clipped": Way("commit", c
 _TOGETHER = {"one optimizer": Way("commit", together=True)}
 
 #: The schedule, how many stages a process has with it, and the ways to train that are compared.
-SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
-    "GPipe": (ScheduleGPipe, 1, _COMMIT),
-    "1F1B": (Schedule1F1B, 1, _COMMIT | _1F1B),
-    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _AND_EAGER | _TOGETHER),
-    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _AND_EAGER),
+SCHEDULES = {
+    "GPipe": (pipelining.ScheduleGPipe, 1, _COMMIT),
+    "1F1B": (pipelining.Schedule1F1B, 1, _COMMIT | _1F1B),
+    "interleaved 1F1B": (pipelining.ScheduleInterleaved1F1B, 2, _AND_EAGER | _TOGETHER),
+    "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2, _AND_EAGER),
 }
 
 
@@ -82,7 +75,7 @@ class Pipeline:
         indices = range(rank, len(blocks), RANKS)
         self.modules = [blocks[index] for index in indices]
         self.stages = [
-            PipelineStage(module, index, len(blocks), torch.device("cpu"))
+            pipelining.PipelineStage(module, index, len(blocks), torch.device("cpu"))
             for module, index in zip(self.modules, indices, strict=True)
         ]
         self.schedule = make_schedule(
@@ -93,10 +86,8 @@ class Pipeline:
         )
         self.parameters = [p for module in self.modules for p in module.parameters()]
         groups = [self.parameters] if way.together else [m.parameters() for m in self.modules]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(group, lr=1e-2) for group in groups
-        ]
-        self.engine: OffloadEngine | None = None
+        self.optimizers = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
+        self.engine = None
         if way.overlap is not None:
             options = {"subgroup_size": 4000, "overlap": way.overlap}
             self.engine = OffloadEngine(settings(tier, optimizer=options))
@@ -121,7 +112,7 @@ def train(rank, name, way, tier):
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
     outcome = Outcome()
     for _ in range(STEPS):
-        losses: list[torch.Tensor] = []
+        losses = []
         before = engine.metrics() if engine else {}
         pipeline.schedule.step(
             *([inputs] if stages[0].is_first else []),
@@ -171,7 +162,6 @@ def check_refusals(rank, tier):
         ("optimizer for each stage", "interleaved 1F1B", together),
     ):
         pipeline = Pipeline(rank, name, way, tier)
-        assert pipeline.engine is not None
         with pipeline.engine, pytest.raises(ConfigError, match=message):
             follow_schedule(pipeline.engine, pipeline.schedule)
 

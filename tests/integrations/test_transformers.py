@@ -5,7 +5,6 @@ What its loggers get is in test_unmodified_scripts.py, and here who of its callb
 
 import json
 import os
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -52,9 +51,6 @@ def make_trainer(root, **options):
     return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
 
 
-Numbers = tuple[list[float], list[torch.Tensor]]
-
-
 def numbers(trainer):
     """All losses that were logged, and the weights."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -91,7 +87,7 @@ def train_compiled(root):
 def shrink_and_train(root):
     """Run out of memory in the third step, and let the Trainer start over with smaller batches."""
     trainer = make_trainer(root, max_steps=5, auto_find_batch_size=True)
-    sizes: list[int] = []
+    sizes = []
 
     def runs_out(module, args, kwargs):
         sizes.append(len(kwargs["input_ids"]))
@@ -123,7 +119,7 @@ class Seen(TrainerCallback):
     """Notes what a callback of the script gets."""
 
     def __init__(self):
-        self.logs: list[dict[str, Any]] = []
+        self.logs = []
 
     def on_log(self, args, state, control, logs=None, **_):
         self.logs.append(dict(logs))

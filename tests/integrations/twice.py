@@ -24,6 +24,7 @@ from wrapt import register_post_import_hook
 ACTIVE = "ACCELERATE_USE_SSD_OFFLOAD"
 
 engines: list[Any] = []
+rows: list[dict[str, Any]] = []
 
 
 def remember_engines(module: Any) -> None:
@@ -42,8 +43,20 @@ def remember_engines(module: Any) -> None:
     module.OffloadEngine = Remembered
 
 
+def remember_rows(module: Any) -> None:
+    """Keep the rows that scripts give to W&B."""
+    log = module.Run.log
+
+    def remembered(run: Any, row: dict[str, Any], *args: Any, **options: Any) -> None:
+        rows.append(dict(row))
+        log(run, row, *args, **options)
+
+    module.Run.log = remembered
+
+
 def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script as `__main__`, and return its losses, its weights' digest and bytes moved."""
+    rows.clear()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -69,6 +82,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "prints metrics": "offload/" in printed.getvalue(),
         "engines": count,
         "moved": moved,
+        "rows": [*rows],
     }
 
 
@@ -84,6 +98,7 @@ def forget_accelerator() -> None:
 def main(results: str, runs: str) -> None:
     """See the module."""
     register_post_import_hook(remember_engines, "offload_strategy.engine.offload_engine")
+    register_post_import_hook(remember_rows, "wandb.sdk.wandb_run")
     found: dict[str, Any] = {}
     active = os.environ.pop(ACTIVE)
     for path, (arguments, options) in json.loads(runs).items():
