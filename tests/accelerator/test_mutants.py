@@ -142,10 +142,9 @@ OF_UPDATES = [partial(differs, updated, "1GiB")]
 
 def recorded(copies, stream, options=""):
     """The end of copies is recorded before them."""
-    copied = f"            for {copies}, non_blocking=True)\n"
-    event = (
-        f"            done = torch.Event(self.device{options})\n            done.record({stream})\n"
-    )
+    indent = 12 * " "
+    copied = f"{indent}for {copies}, non_blocking=True)\n"
+    event = f"{indent}done = torch.Event(self.device{options})\n{indent}done.record({stream})\n"
     return copied + event, event + copied
 
 

@@ -8,19 +8,9 @@ import pytest
 import torch
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.callbacks import (
-    TENSORBOARD_LAYOUT,
-    MicroBatchHints,
-    OffloadMonitor,
-    logged_metrics,
-)
-from tests.integrations.lightning_runs import (
-    assert_same,
-    batches,
-    fit,
-    make_module,
-    make_trainer,
-)
+from offload_strategy.callbacks import TENSORBOARD_LAYOUT, MicroBatchHints, OffloadMonitor
+from offload_strategy.callbacks.logged_metrics import LoggedMetrics
+from tests.integrations.lightning_runs import assert_same, batches, fit, make_module, make_trainer
 from tests.integrations.support import tensorboard_scalars
 
 WRITTEN = "offload/optimizer/written_bytes"
@@ -148,12 +138,10 @@ def test_loggers_get_rates_since_the_previous_time(monkeypatch):
     engine = {f"offload/{client}/{figure}": 0.0 for client in CLIENTS for figure in figures}
     engine["offload/endurance/projected_years"] = math.nan
     now = [100.0]
-    monkeypatch.setattr(logged_metrics, "perf_counter", lambda: now[0])
-    logged = logged_metrics.LoggedMetrics(lambda: dict(engine))
-    for seconds, moved, read, written, waited in (
-        (2.0, 4e9, 2.0, 4.0, 0.5),
-        (4.0, 2e9, 0.5, 1.0, 0.25),
-    ):
+    monkeypatch.setattr("offload_strategy.callbacks.logged_metrics.perf_counter", lambda: now[0])
+    logged = LoggedMetrics(lambda: dict(engine))
+    expected = (2.0, 4e9, 2.0, 4.0, 0.5), (4.0, 2e9, 0.5, 1.0, 0.25)
+    for seconds, moved, read, written, waited in expected:
         now[0] += seconds
         for key in ("activations/written", "optimizer/written", "optimizer/read"):
             engine[f"offload/{key}_bytes"] += moved

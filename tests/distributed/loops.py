@@ -66,11 +66,7 @@ def run_steps(
     unused: bool = False,
     after: Callable[[int], object] = lambda step: None,
 ) -> dict[str, Any]:
-    """Train on the tokens of each step and micro-batch.
-
-    Returns:
-        Losses, norms, and the engine's metrics.
-    """
+    """Train on the tokens of each step and micro-batch; return losses, norms and metrics."""
     losses, norms = [], []
     for step in steps:
         for micro in range(accumulation):

@@ -54,17 +54,16 @@ def outcome(net, losses, states, engine):
 
 def two_epochs(loader, micro_batch, save, load):
     """Train and save in the middle, or go on from there; the losses of the second epoch."""
-    losses = []
-    if load is not None:
+
+    def epoch():
+        return [micro_batch(n, tokens).item().hex() for n, (tokens,) in enumerate(loader, start=1)]
+
+    if load is None:
+        epoch()
+        save()
+    else:
         load()
-    for epoch in (0, 1) if load is None else (1,):
-        if epoch == 1 and load is None:
-            save()
-        for index, (tokens,) in enumerate(loader, start=1):
-            loss = micro_batch(index, tokens).item()
-            if epoch == 1:
-                losses.append(loss.hex())
-    return losses
+    return epoch()
 
 
 # ---------------------------------------------------------------------- Fabric

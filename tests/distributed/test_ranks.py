@@ -86,10 +86,8 @@ def train(
     """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
 
     `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states; all
-    other options are those of `DistributedDataParallel`.
-
-    Returns:
-        What `run_steps` does, weights, and the state dict.
+    other options are those of `DistributedDataParallel`. Returns what `run_steps` does, weights,
+    and the state dict.
     """
     torch.manual_seed(0)
     net = Net() if blocks is None else Recomputed(blocks == "with ends")
@@ -221,9 +219,7 @@ def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_fou
 def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-    groups = [
-        {"params": model[number].parameters(), "lr": 0.01 / (1 + number)} for number in (2, 0)
-    ]
+    groups = [{"params": model[n].parameters(), "lr": 0.01 / (1 + n)} for n in (2, 0)]
     return model, torch.optim.AdamW(groups)
 
 

@@ -142,10 +142,8 @@ def against_plain(rank, directory):
         run = partial(train, rank, **case)
         plain = run(None)
         for overlap in overlaps:
-            kinds = [
-                offloaded(directory, case, plain, run, overlap, parameters)
-                for parameters in KINDS.values()
-            ]
+            settings = directory, case, plain, run, overlap
+            kinds = [offloaded(*settings, parameters) for parameters in KINDS.values()]
             metrics = [ours["metrics"] for ours in kinds]
             if overlap == "commit" and "clip" not in case:
                 ahead = [of["offload/optimizer/speculated_steps"] for of in metrics]

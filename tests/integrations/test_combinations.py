@@ -104,22 +104,10 @@ SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What two runs are compared by, and the bytes that left by part of the engine."""
-
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    moved: dict[str, float]
-
-
-NUMBERS = ("losses", "weights")
-
-
-@dataclass(frozen=True)
 class Way:
     """A way to train."""
 
-    train: Callable  # With a combination and a config, None without offload; returns an `Outcome`
+    train: Callable  # With a combination and a config, None without offload; see `outcome`
     refusals: Mapping[str, Refusal]  # By what the table says of them
     precisions: Sequence[str] = AXES["precision"]
 
@@ -156,7 +144,7 @@ def verdicts(name, way, directory):
             torch._dynamo.reset()  # what was compiled for it is used again with offload
             plain[one.training] = way.train(one, None)
         try:
-            outcome = way.train(one, config(directory, one.client))
+            ours = way.train(one, config(directory, one.client))
         except OffloadError as error:
             found[one] = _refused(error, way)
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
@@ -165,10 +153,10 @@ def verdicts(name, way, directory):
         if expected != "identical":
             found[one] = "trained, and should be refused"
             continue
-        runs = outcome, plain[one.training]
-        differs = [part for part in NUMBERS if not same(*(getattr(run, part) for run in runs))]
-        parts = [*outcome.moved] if one.client == STREAMED else [one.client.partition(":")[0]]
-        still = [part for part in parts if not outcome.moved[part] > 0]
+        expected = plain[one.training]
+        differs = [part for part in ("losses", "weights") if not same(ours[part], expected[part])]
+        parts = [*ours["moved"]] if one.client == STREAMED else [one.client.partition(":")[0]]
+        still = [part for part in parts if not ours["moved"][part] > 0]
         found[one] = f"differs: {differs}; not moved: {still}" if differs or still else "identical"
     torch._dynamo.reset()
     return found
@@ -186,10 +174,17 @@ def config(directory, client):
     return sections
 
 
-def moved_bytes(engine):
-    """Bytes that left by part of the engine."""
-    metrics = engine.metrics()
-    return {part: left_bytes(metrics, part) for part in ("activations", "optimizer", "parameters")}
+def outcome(losses, model, engine):
+    """What runs are compared by, with shards brought together; and bytes that left, by part."""
+    moved = {}
+    if engine is not None:
+        parts = "activations", "optimizer", "parameters"
+        moved = {part: left_bytes(engine.metrics(), part) for part in parts}
+    weights = {
+        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
+        for name, parameter in model.named_parameters()
+    }
+    return {"losses": losses, "weights": weights, "moved": moved}
 
 
 class Model(nn.Module):
@@ -231,9 +226,8 @@ def plain_loop(combination, sections, model, rank=0):
     """Train a model, which may be wrapped or sharded, in a loop of one's own."""
     low = {"bf16-mixed": torch.bfloat16, SCALED: torch.float16}.get(combination.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(
-        "cpu", enabled=combination.precision == SCALED, init_scale=2.0**10
-    )
+    scaled = combination.precision == SCALED
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**10)
     torch.manual_seed(1 + rank)  # of dropout
     losses = []
     with nullcontext() if sections is None else OffloadEngine(sections) as engine:
@@ -247,16 +241,7 @@ def plain_loop(combination, sections, model, rank=0):
             scaler.step(used)
             scaler.update()
             used.zero_grad()
-        moved = {} if engine is None else moved_bytes(engine)
-    return Outcome(losses, weights_of(model), moved)
-
-
-def weights_of(model):
-    """Copies of the weights by name; shards are brought together."""
-    return {
-        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
-        for name, parameter in model.named_parameters()
-    }
+        return outcome(losses, model, engine)
 
 
 def compiled(model, combination):
@@ -286,8 +271,7 @@ def _lightning(combination, sections):
     with quiet(), tempfile.TemporaryDirectory() as root:
         trainer = make_trainer(pl, Path(root), strategy, max_steps=len(batches()), **options)
         trainer.fit(module, DataLoader(list(batches()), batch_size=None))
-    moved = {} if sections is None else moved_bytes(trainer.strategy.offload_engine)
-    return Outcome(module.losses, weights_of(module), moved)
+    return outcome(module.losses, module, getattr(trainer.strategy, "offload_engine", None))
 
 
 def _accelerate(combination, sections):
@@ -302,9 +286,8 @@ def _accelerate(combination, sections):
     if combination.compiles_blocks:
         compiled(net, combination)
     loader = DataLoader(list(batches()), batch_size=None)
-    model, optimizer, loader = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader
-    )
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(net, plain, loader)
     torch.manual_seed(1)
     losses = []
     for tokens in loader:
@@ -314,11 +297,11 @@ def _accelerate(combination, sections):
         del loss
         optimizer.step()
         optimizer.zero_grad()
-    moved = {}
-    if (session := session_of(accelerator)) is not None:
-        moved = moved_bytes(session.engine)
+    session = session_of(accelerator)
+    found = outcome(losses, net, session and session.engine)
+    if session is not None:
         session.close()
-    return Outcome(losses, weights_of(net), moved)
+    return found
 
 
 _OWN_LOOP = Refusal(SCALED_AND_EAGER, r"^OffloadError: .*overlap: commit")

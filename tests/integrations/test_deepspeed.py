@@ -22,11 +22,7 @@ from torch.utils.data import DataLoader, Subset
 
 from offload_strategy import ConfigError, OffloadConfig, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
-from offload_strategy.integrations.deepspeed.config_sections import (
-    check_nvme,
-    derived_sections,
-    merge_sections,
-)
+from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.distributed.ranks import run_ranks
@@ -80,9 +76,8 @@ def lightning(family, stage, devices=1):
     ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     strategy = ours(OFFLOAD, config=zero(stage))
     module = make_module(pl)
-    trainer = make_trainer(
-        pl, Path.cwd(), strategy, max_steps=STEPS, devices=devices, use_distributed_sampler=False
-    )
+    options = {"max_steps": STEPS, "devices": devices, "use_distributed_sampler": False}
+    trainer = make_trainer(pl, Path.cwd(), strategy, **options)
     trainer.fit(module, part_of_data(int(os.environ.get("LOCAL_RANK", "0")), devices))
     result = outcome(module.losses, module, strategy.offload_engine.metrics())
     strategy._close_engine()
@@ -143,15 +138,13 @@ def train(model, loader, backward, *steps):
 
 
 def outcome(losses, model, metrics=None):
-    digest = hashlib.sha256()
     parameters = list(model.parameters())
     apart = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     with deepspeed.zero.GatheredParameters(apart):
-        for parameter in parameters:
-            digest.update(parameter.detach().numpy().tobytes())
+        weights = b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
     return {
         "losses": [loss.hex() for loss in losses],
-        "weights": digest.hexdigest(),
+        "weights": hashlib.sha256(weights).hexdigest(),
         "moved": 0.0 if metrics is None else left_bytes(metrics),
         "saved": 0.0 if metrics is None else metrics["offload/activations/step_saved_bytes"],
     }
@@ -292,7 +285,7 @@ def merged(theirs, sections):
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    merge_sections(theirs, sections)
+    config_sections.merge_sections(theirs, sections)
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
         return DeepSpeedConfig({"train_batch_size": 1, **theirs})
 
@@ -301,7 +294,7 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     on = {"enabled": True}
     ours = config(tmp_path, optimizer=on, parameters=on, io={"threads": 2})
     theirs = zero_section()
-    sections = derived_sections(theirs, ours, largest_parameter=12345)
+    sections = config_sections.derived_sections(theirs, ours, largest_parameter=12345)
     assert theirs == zero_section()
     read = merged(theirs, sections)
     optimizer, weights = read.zero_config.offload_optimizer, read.zero_config.offload_param
@@ -344,7 +337,7 @@ BELOW_3 = range(3)
 )
 def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, devices):
     ours = OffloadConfig() if sections is None else config(tmp_path, **sections)
-    derived = derived_sections(theirs, ours)
+    derived = config_sections.derived_sections(theirs, ours)
     zero = derived.get("zero_optimization", {})
     found = [section["device"] for name, section in zero.items() if name.startswith("offload_")]
     assert found == devices
@@ -369,15 +362,16 @@ def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, d
 )
 def test_what_contradicts_or_cannot_be_had_is_refused(tmp_path, theirs, sections, says):
     with pytest.raises(ConfigError, match=says):
-        derived_sections(theirs, config(tmp_path, **sections))
+        config_sections.derived_sections(theirs, config(tmp_path, **sections))
 
 
 def test_nvme_without_its_io_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
+    derived = config_sections.derived_sections(zero_section(), config(tmp_path))
     with pytest.raises(ConfigError, match="here: there is no C\\+\\+ compiler") as caught:
-        check_nvme(derived_sections(zero_section(), config(tmp_path)))
+        config_sections.check_nvme(derived)
     assert str(tmp_path / "nvme") in str(caught.value)
-    check_nvme(zero_section(offload_optimizer=CPU))
+    config_sections.check_nvme(zero_section(offload_optimizer=CPU))
 
 
 @in_both_installs

@@ -130,9 +130,8 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
     assert open_files(tier) == []
     assert not module._forward_pre_hooks
     module.make_optimizer = torch.optim.AdamW
-    assert_same(
-        fit(pl, tmp_path, "ssd_offload", module, max_steps=5), fit(pl, tmp_path, max_steps=5)
-    )
+    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=5)
+    assert_same(run, fit(pl, tmp_path, max_steps=5))
 
 
 def test_after_fit_the_model_trains_by_itself(pl, tmp_path, tier):

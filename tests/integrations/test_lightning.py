@@ -42,9 +42,7 @@ def both(pl, root, *, module=None, **options):
 
 
 @in_both_installs
-def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
-    pl, tmp_path, hints, recwarn
-):
+def test_accumulation_clipping_schedules_and_validation_are_identical(pl, tmp_path, hints, recwarn):
     options = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "max_steps": 9}
     run = both(pl, tmp_path, module={"scheduler": True}, validate=True, **options)
     # Ten batches an epoch: two groups of four, and one of two, after which Lightning steps as well.
@@ -97,9 +95,7 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
-    pl, tmp_path, accumulate, caplog
-):
+def test_an_optimizer_with_a_closure_has_its_states_in_memory(pl, tmp_path, accumulate, caplog):
     options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
     both(pl, tmp_path, module={"optimizer": torch.optim.LBFGS}, **options)
     assert caplog.text.count("Its states stay in memory") == 1
@@ -152,9 +148,7 @@ def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
 
 @in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_are_data_parallel_and_stream_no_weights(
-    pl, family, tmp_path, devices, nodes
-):
+def test_several_devices_are_data_parallel_without_streaming(pl, family, tmp_path, devices, nodes):
     options = {"devices": devices, "num_nodes": nodes}
     ours = strategy_class(family)
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
@@ -245,10 +239,8 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
 
 # ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
-OPTIONS = {
-    "tiers": [{"name": "host", "kind": "dram", "capacity": "1MiB"}],
-    "activations": {"min_size": "2KiB"},
-}
+TIER = {"name": "host", "kind": "dram", "capacity": "1MiB"}
+OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}
 
 
 def class_path(family):
@@ -271,7 +263,7 @@ def strategy_of_cli(pl, family, *arguments):
 
 
 @in_both_installs
-def test_flags_choose_the_strategy_and_its_options_and_the_help_explains_them(
+def test_flags_choose_the_strategy_and_its_options_as_help_explains(
     pl, family, monkeypatch, capsys
 ):
     strategy = strategy_of_cli(pl, family, "--trainer.strategy=ssd_offload")

@@ -108,9 +108,8 @@ fitted(
     refused_in_first_step=COMMIT,
     **ONE_EPOCH,
 )
-fitted(
-    "`accumulate_grad_batches`, with a partial last group", accumulate_grad_batches=4, max_steps=7
-)
+partial = {"accumulate_grad_batches": 4, "max_steps": 7}
+fitted("`accumulate_grad_batches`, with a partial last group", **partial)
 fitted("`gradient_clip_val`, by norm", refused=CLIPPED, gradient_clip_val=0.1)
 by_value = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 fitted("`gradient_clip_val`, by value", refused=CLIPPED, **by_value)
@@ -121,11 +120,8 @@ class _ClipsItself(Behaviour):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-fitted(
-    "`configure_gradient_clipping` overridden",
-    _ClipsItself,
-    refused=f"configure_gradient_clipping.*{COMMIT}",
-)
+by_itself = f"configure_gradient_clipping.*{COMMIT}"
+fitted("`configure_gradient_clipping` overridden", _ClipsItself, refused=by_itself)
 
 
 class _LogsNorms(Behaviour):
@@ -144,10 +140,8 @@ class _Plateau(Behaviour):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"},
-        }
+        monitored = {"scheduler": schedule, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": monitored}
 
 
 fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
@@ -261,9 +255,8 @@ def _progress(session):
 @feature("batch-size finder: `BatchSizeFinder`, and a run with what it found")
 def _batch_size(session):
     module = session.module()
-    finder = session.pl.callbacks.BatchSizeFinder(
-        mode="binsearch", steps_per_trial=2, max_trials=3, init_val=2
-    )
+    options = {"mode": "binsearch", "steps_per_trial": 2, "max_trials": 3, "init_val": 2}
+    finder = session.pl.callbacks.BatchSizeFinder(**options)
     trainer = session.trainer(callbacks=[finder], max_steps=4, num_sanity_val_steps=0)
     trainer.fit(module, val_dataloaders=batches(2))
     return session.outcome(trainer, module, size=module.batch_size)
@@ -276,14 +269,12 @@ def _checkpoints(session):
     )
     options = {"callbacks": [saving], "enable_checkpointing": True}
     trainer, module = session.fit(session.module(scheduler=True), max_steps=20, **options)
-    resumed = session.fit(
-        session.module(scheduler=True), max_steps=30, ckpt_path=saving.best_model_path
-    )
+    module_again, best = session.module(scheduler=True), saving.best_model_path
     return session.outcome(
-        *resumed,
+        *session.fit(module_again, max_steps=30, ckpt_path=best),
         first=session.outcome(trainer, module),
         names=sorted(path.name for path in (session.root / "best").iterdir()),
-        best=(Path(saving.best_model_path).name, saving.best_model_score),
+        best=(Path(best).name, saving.best_model_score),
         last=_without_paths(torch.load(saving.last_model_path, weights_only=False)),
     )
 

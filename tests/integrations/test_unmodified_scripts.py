@@ -61,6 +61,7 @@ def run_all(home):
         "TENSORBOARD_LOGGING_DIR": str(home / "board"),
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(home),
+        "PYTHONPATH": str(ROOT),
     }
     twice = [str(ROOT / "tests" / "integrations" / "twice.py"), "results.json", json.dumps(runs)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
@@ -168,7 +169,7 @@ def launch(monkeypatch, *arguments):
         "--num_processes 1 --config=presets/by_path.yaml",
     ],
 )
-def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
+def test_the_section_reaches_the_script_which_keeps_its_arguments(
     home, monkeypatch, capfd, options
 ):
     active = "plain" not in options
@@ -197,9 +198,7 @@ def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
     ],
     ids=["typo", "preset", "megatron"],
 )
-def test_a_wrong_section_is_refused_before_the_script_starts(
-    home, monkeypatch, section, more, message
-):
+def test_a_wrong_section_is_refused_before_the_script(home, monkeypatch, section, more, message):
     launch_file(home, "offload.yaml", ssd_offload_config=section, **more)
     (home / "train.py").write_text("open('started', 'w').close()")
     with pytest.raises(SystemExit) as ended:
@@ -237,9 +236,7 @@ def test_launch_files_are_yaml_or_json_and_may_name_several_processes(tmp_path, 
         assert environment_for(plain) == {}
 
 
-def test_processes_on_the_cpu_get_the_settings_of_an_allocator_that_leaves_gaps(
-    tmp_path, monkeypatch
-):
+def test_processes_on_the_cpu_get_the_settings_of_a_better_allocator(tmp_path, monkeypatch):
     path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     for version, given in (("glibc 2.39", False), ("musl 1.2", False), ("glibc 2.36", True)):

@@ -62,6 +62,10 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         variables = runpy.run_path(str(path), run_name="__main__")
     sys.path.remove(str(path.parent))
+    # Not before the first script has imported frameworks by itself.
+    from tests.integrations.accelerate_runs import forget_accelerator
+    from tests.training import left_bytes
+
     if "wandb" in sys.modules:
         sys.modules["wandb"].finish()
     gc.collect()
@@ -72,8 +76,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         engine = engines.pop()
         engine.close()
         for client in moved:
-            for verb in ("written", "forwarded"):
-                moved[client] += engine.at_the_end[f"offload/{client}/{verb}_bytes"]
+            moved[client] += left_bytes(engine.at_the_end, client)
     del variables
     forget_accelerator()
     return {
@@ -84,15 +87,6 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "moved": moved,
         "rows": [*rows],
     }
-
-
-def forget_accelerator() -> None:
-    """Accelerate keeps its state in classes."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def main(results: str, runs: str) -> None:
