@@ -26,16 +26,8 @@ from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.distributed.ranks import run_ranks
+from tests.integrations import lightning_runs
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    batches,
-    in_both_installs,
-    make_module,
-    make_trainer,
-    strategy_class,
-    tiny_model,
-)
 from tests.integrations.support import OURS, tensorboard_scalars
 from tests.integrations.test_unmodified_scripts import launch, launch_file
 from tests.training import left_bytes
@@ -73,11 +65,11 @@ def alone(stage, loader):
 def lightning(family, stage, devices=1):
     """The same through `Trainer(strategy=...)` of an install."""
     pl = importlib.import_module(family)
-    ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    ours = lightning_runs.strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     strategy = ours(OFFLOAD, config=zero(stage))
-    module = make_module(pl)
+    module = lightning_runs.make_module(pl)
     options = {"max_steps": STEPS, "devices": devices, "use_distributed_sampler": False}
-    trainer = make_trainer(pl, Path.cwd(), strategy, **options)
+    trainer = lightning_runs.make_trainer(pl, Path.cwd(), strategy, **options)
     trainer.fit(module, part_of_data(int(os.environ.get("LOCAL_RANK", "0")), devices))
     result = outcome(module.losses, module, strategy.offload_engine.metrics())
     strategy._close_engine()
@@ -116,14 +108,14 @@ def accelerate(stage, directory):
 
 
 def part_of_data(rank, ranks):
-    whole = batches(2 * STEPS, BATCH).dataset
+    whole = lightning_runs.batches(2 * STEPS, BATCH).dataset
     return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
 
 
 def fresh():
     """The model and its optimizer, always the same."""
     torch.manual_seed(0)
-    model = tiny_model()
+    model = lightning_runs.tiny_model()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -158,7 +150,7 @@ def one_device(rank, directory, variables):
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
         results[f"accelerate-{stage}"] = accelerate(stage, directory)
-        for family in FAMILIES[: 2 if stage == 3 else 1]:
+        for family in lightning_runs.FAMILIES[: 2 if stage == 3 else 1]:
             results[f"{family}-{stage}"] = lightning(family, stage)
         if stage == 2:
             with mock.patch.dict(os.environ, variables):
@@ -204,7 +196,8 @@ def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
     variables = launched_with(home, monkeypatch)
     where = "tests.integrations.test_deepspeed:one_device"
     (results,) = run_ranks(where, home, size=1, variables=variables)
-    assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1", "launched-2"}
+    first, second = lightning_runs.FAMILIES
+    assert results.keys() >= {f"{second}-3", f"{first}-1", "accelerate-1", "launched-2"}
     for run, ours in results.items():
         framework, _, stage = run.partition("-")
         if framework == "alone":
@@ -217,7 +210,7 @@ def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
             assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
         else:
             # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
-            assert ours["saved"] == results[f"{FAMILIES[0]}-2"]["saved"]
+            assert ours["saved"] == results[f"{first}-2"]["saved"]
 
     # By DeepSpeed's steps our metrics are due.
     for board in ("given", "launched"):
@@ -374,7 +367,7 @@ def test_nvme_without_its_io_is_refused(tmp_path, monkeypatch):
     config_sections.check_nvme(zero_section(offload_optimizer=CPU))
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 @pytest.mark.parametrize("stage", [None, *STAGES])
 def test_the_strategy_is_found_by_name(pl, family, stage):
     suffix = "" if stage is None else f"_stage_{stage}"
@@ -385,7 +378,7 @@ def test_the_strategy_is_found_by_name(pl, family, stage):
 
 def test_the_strategy_derives_over_lightnings_defaults(family, tmp_path):
     ours = config(tmp_path, optimizer={"enabled": True})
-    ours_of = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    ours_of = lightning_runs.strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     derived = ours_of(ours, stage=3).config
     assert derived["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
     assert derived["zero_optimization"]["sub_group_size"] < 10**9

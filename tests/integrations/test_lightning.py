@@ -16,32 +16,20 @@ import yaml
 from torch import nn
 
 from offload_strategy import ConfigError
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    assert_equal,
-    assert_same,
-    batches,
-    fit,
-    in_both_installs,
-    make_module,
-    make_trainer,
-    parameters_of,
-    strategy_class,
-    tiny_model,
-    with_and_without,
-)
+from tests.integrations import lightning_runs
+from tests.integrations.lightning_runs import batches, fit, make_module, strategy_class
 from tests.integrations.support import STREAMED
 from tests.training import moved
 
 
 def both(pl, root, *, module=None, **options):
     """Train with and without offload, check that they agree, and return the former."""
-    return with_and_without(
+    return lightning_runs.with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 def test_accumulation_clipping_schedules_and_validation_are_identical(pl, tmp_path, hints, recwarn):
     options = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "max_steps": 9}
     run = both(pl, tmp_path, module={"scheduler": True}, validate=True, **options)
@@ -88,10 +76,10 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch
     step = mock.MagicMock()  # which has every attribute but those like __wrapped__
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     module = make_module(pl, optimizer=torch.optim.SGD, manual=True)
-    before = parameters_of(module)
+    before = lightning_runs.parameters_of(module)
     run = fit(pl, tmp_path, "ssd_offload", module, max_steps=-1, max_epochs=1)
     assert step.call_count == 10  # every second batch, by two optimizers
-    assert_equal(run.parameters, before)
+    lightning_runs.assert_equal(run.parameters, before)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -115,13 +103,13 @@ def test_copies_of_module_and_strategy_have_no_engine(pl, family, tmp_path):
         if trainer.global_step == 5:
             # The module's class is local to this test, and cannot be pickled.
             copies[:] = copy.deepcopy(module), pickle.loads(pickle.dumps(module.net))
-            copies.append(parameters_of(module))
+            copies.append(lightning_runs.parameters_of(module))
 
     callback = pl.callbacks.LambdaCallback(on_train_batch_end=take_copies)
     run = both(pl, tmp_path, callbacks=[callback], max_steps=10)
     deep, pickled, at = copies
-    assert_equal(parameters_of(deep), at)
-    assert_equal(parameters_of(pickled), at)
+    lightning_runs.assert_equal(lightning_runs.parameters_of(deep), at)
+    lightning_runs.assert_equal(lightning_runs.parameters_of(pickled), at)
 
     # The copy trains by itself and moves nothing.
     before = moved(run.engine)
@@ -146,7 +134,7 @@ def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
     assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
 def test_several_devices_are_data_parallel_without_streaming(pl, family, tmp_path, devices, nodes):
     options = {"devices": devices, "num_nodes": nodes}
@@ -154,29 +142,30 @@ def test_several_devices_are_data_parallel_without_streaming(pl, family, tmp_pat
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
     given = ours(config, ddp={"find_unused_parameters": True})
     for strategy in ("ssd_offload", given):
-        made = make_trainer(pl, tmp_path, strategy, **options).strategy
+        made = lightning_runs.make_trainer(pl, tmp_path, strategy, **options).strategy
         assert isinstance(made, pl.strategies.DDPStrategy)
         assert (made.num_processes, made.num_nodes) == (devices, nodes)
     assert made is given
     assert made.config.tiers[0].capacity == 1 << 30
     assert made._ddp_kwargs == {"find_unused_parameters": True}
     with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
-        make_trainer(pl, tmp_path, ours({"parameters": {"enabled": True}}), **options)
+        lightning_runs.make_trainer(pl, tmp_path, ours(STREAMED), **options)
     with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
-        type(made)({"parameters": {"enabled": True}})
+        type(made)(STREAMED)
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
     other = "pytorch_lightning" if family == "lightning.pytorch" else "lightning.pytorch"
     pytest.importorskip(other)
     with pytest.raises(ValueError, match=re.escape(class_path(family))):
-        make_trainer(pl, tmp_path, strategy_class(other)())
+        lightning_runs.make_trainer(pl, tmp_path, strategy_class(other)())
 
 
 # ---------------------------------------------------------------------- streamed weights
 def streaming(overlap):
-    return strategy_class(FAMILIES[0])({**STREAMED, "optimizer": {"overlap": overlap}})
+    config = {**STREAMED, "optimizer": {"overlap": overlap}}
+    return strategy_class("lightning.pytorch")(config)
 
 
 @pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
@@ -190,7 +179,8 @@ def test_streamed_weights_accumulate_clip_validate_and_resume_the_same(pl, tmp_p
         fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
         return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
 
-    assert with_and_without(run).engine.metrics()["offload/parameters/read_bytes"] > 0
+    engine = lightning_runs.with_and_without(run).engine
+    assert moved(engine, "parameters", "read") > 0
 
 
 def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
@@ -204,7 +194,7 @@ def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
         def configure_model(self):
             if isinstance(self.net, nn.Identity):
                 torch.manual_seed(5)
-                self.net = tiny_model()
+                self.net = lightning_runs.tiny_model()
 
         def on_fit_start(self):
             away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
@@ -212,7 +202,7 @@ def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
     plain = fit(pl, tmp_path, module=Late(), max_steps=6)
     streamed = fit(pl, tmp_path, streaming("eager"), Late(), max_steps=6)
     assert away[0] == 0 < away[1]
-    assert_same(streamed, plain)
+    lightning_runs.assert_same(streamed, plain)
     again = fit(pl, tmp_path, streaming("eager"), streamed.module, max_steps=6)
     assert len(again.losses) == 12
     again.trainer.strategy._close_engine()
@@ -221,7 +211,7 @@ def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
 def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
     for empty in (True, False):
         strategy = streaming("eager")
-        trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
+        trainer = lightning_runs.make_trainer(pl, tmp_path, strategy, max_steps=3)
         with trainer.init_module(empty_init=empty):
             module = make_module(pl)
         assert all(parameter.is_meta for parameter in module.parameters()) is empty
@@ -262,7 +252,7 @@ def strategy_of_cli(pl, family, *arguments):
     return cli.trainer.strategy
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 def test_flags_choose_the_strategy_and_its_options_as_help_explains(
     pl, family, monkeypatch, capsys
 ):

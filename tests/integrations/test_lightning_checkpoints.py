@@ -9,6 +9,7 @@ import torch
 
 import offload_strategy.checkpoints
 from tests.distributed.loops import same
+from tests.integrations import lightning_runs
 from tests.integrations.lightning_runs import assert_same, fit, make_trainer, strategy_class
 
 
@@ -62,12 +63,10 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
     assert save.call_args.kwargs == {"storage_options": "options"}
 
 
-@pytest.mark.parametrize(
-    ("family", "enabled"),
-    [("lightning.pytorch", True), ("pytorch_lightning", False)],
-    indirect=["family"],
-)
-def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
+@lightning_runs.in_both_installs
+def test_a_resumed_run_leaves_the_file(pl, family, tmp_path):
+    # States leave with the one install, and stay with the other.
+    enabled = family == "lightning.pytorch"
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
     in_file = []

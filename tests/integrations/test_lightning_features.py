@@ -42,13 +42,10 @@ def feature(name, **options):
     return add
 
 
-def fitted(
-    name, behaviour=Behaviour, module=None, refused=None, refused_in_first_step=None, **options
-):
+def fitted(name, behaviour=Behaviour, module=None, refused=None, before_training=True, **options):
     """A feature that is something a module does, or an option of the Trainer."""
-    error = refused or refused_in_first_step
 
-    @feature(name, refused_with_eager=error, before_training=bool(refused))
+    @feature(name, refused_with_eager=refused, before_training=before_training)
     def run(session):
         return session.outcome(*session.fit(session.module(behaviour, **module or {}), **options))
 
@@ -96,18 +93,15 @@ class _Adversarial(Behaviour):
 
 
 COMMIT = "overlap: commit"
+IN_FIRST_STEP = {"refused": COMMIT, "before_training": False}
 CLIPPED = f"gradient_clip_val.*{COMMIT}"
 ONE_EPOCH, TWO_EPOCHS = ({"max_steps": -1, "max_epochs": epochs} for epochs in (1, 2))
 MANUALLY = "manual optimization:"
 
 fitted(f"{MANUALLY} two optimizers, toggled", _Adversarial, {"clips": False})
-fitted(f"{MANUALLY} two optimizers, clipped", _Adversarial, refused_in_first_step=COMMIT)
-fitted(
-    f"{MANUALLY} several micro-batches to a step",
-    module={"manual": True},
-    refused_in_first_step=COMMIT,
-    **ONE_EPOCH,
-)
+fitted(f"{MANUALLY} two optimizers, clipped", _Adversarial, **IN_FIRST_STEP)
+several = {"module": {"manual": True}, **ONE_EPOCH}
+fitted(f"{MANUALLY} several micro-batches to a step", **several, **IN_FIRST_STEP)
 partial = {"accumulate_grad_batches": 4, "max_steps": 7}
 fitted("`accumulate_grad_batches`, with a partial last group", **partial)
 fitted("`gradient_clip_val`, by norm", refused=CLIPPED, gradient_clip_val=0.1)
@@ -131,9 +125,7 @@ class _LogsNorms(Behaviour):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-fitted(
-    "gradient norms logged in `on_before_optimizer_step`", _LogsNorms, refused_in_first_step=COMMIT
-)
+fitted("gradient norms logged in `on_before_optimizer_step`", _LogsNorms, **IN_FIRST_STEP)
 
 
 class _Plateau(Behaviour):
@@ -218,12 +210,9 @@ def with_callback(kind, arguments=None, name=None, **options):
         return session.outcome(trainer, module, state=callback.state_dict())
 
 
-with_callback(
-    "GradientAccumulationScheduler",
-    {"scheduling": {0: 1, 1: 3}},
-    "`GradientAccumulationScheduler`, with a partial last group",
-    **TWO_EPOCHS,
-)
+groups = {"scheduling": {0: 1, 1: 3}}
+with_partial_group = "`GradientAccumulationScheduler`, with a partial last group"
+with_callback("GradientAccumulationScheduler", groups, with_partial_group, **TWO_EPOCHS)
 averaging = {"swa_lrs": 1e-2, "swa_epoch_start": 1}
 with_callback("StochasticWeightAveraging", averaging, max_steps=-1, max_epochs=3)
 averages = "`WeightAveraging`, `EMAWeightAveraging`"
