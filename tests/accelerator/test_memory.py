@@ -167,7 +167,7 @@ def six_steps(engine):
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("capacity", ["64KiB", "16MiB"], ids=["some", "all"])
-def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_later(
+def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end(
     disk, overlap, capacity
 ):
     config = settings(disk, activations={"enabled": False}, optimizer={"overlap": overlap})

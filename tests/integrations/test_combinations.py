@@ -153,8 +153,8 @@ def verdicts(name, way, directory):
         if expected != "identical":
             found[one] = "trained, and should be refused"
             continue
-        expected = plain[one.training]
-        differs = [part for part in ("losses", "weights") if not same(ours[part], expected[part])]
+        theirs = plain[one.training]
+        differs = [part for part in ("losses", "weights") if not same(ours[part], theirs[part])]
         parts = [*ours["moved"]] if one.client == STREAMED else [one.client.partition(":")[0]]
         still = [part for part in parts if not ours["moved"][part] > 0]
         found[one] = f"differs: {differs}; not moved: {still}" if differs or still else "identical"
@@ -327,8 +327,9 @@ def _sharded(rank, combination, sections):
 
     model = make_model(combination)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    mixed = combination.precision == "bf16-mixed"
-    policy = MixedPrecisionPolicy(*(torch.bfloat16, torch.float32) if mixed else ())
+    policy = MixedPrecisionPolicy()
+    if combination.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
         if combination.compile != "no":
             block.compile(backend=combination.compile)

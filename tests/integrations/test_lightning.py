@@ -136,7 +136,7 @@ def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
 
 @lightning_runs.in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_are_data_parallel_without_streaming(pl, family, tmp_path, devices, nodes):
+def test_several_devices_are_data_parallel_and_stream_nothing(pl, family, tmp_path, devices, nodes):
     options = {"devices": devices, "num_nodes": nodes}
     ours = strategy_class(family)
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
