@@ -19,8 +19,6 @@ from tests.training import assert_same_history, attached, gradients, settings, w
 #: Not from `support`, which loads the device: ranks are forked before they do.
 DEVICE = os.environ["TEST_ACCELERATOR"]
 WIDTH = 96
-#: Seconds after which a mark that does not come is missing.
-PATIENCE = 20.0
 
 
 def join(rank, directory):
@@ -100,7 +98,7 @@ def overlap_of_reductions(rank, directory, overlap):
 
     def delayed(collective, number):
         nonlocal late
-        if number == 0 and not reached.wait(PATIENCE):
+        if number == 0 and not reached.wait(20.0):  # seconds until it is missing
             late += 1
         collective()
 

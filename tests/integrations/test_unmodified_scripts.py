@@ -107,6 +107,7 @@ def check_reports(home, results):
         assert all(math.isfinite(value) for _, value in scalars[name])
     assert scalars[WRITTEN][0][1] < scalars[WRITTEN][3][1]
 
+    assert len([*home.glob("wandb/offline-run-*/run-*.wandb")]) == len(REPORTING)
     for script in REPORTING:
         rows = [row for row in results[script]["offloaded"]["rows"] if WRITTEN in row]
         assert [row["train/global_step"] for row in rows] == [1, 4, 7, 8]
