@@ -1,11 +1,7 @@
 """What only CUDA has: GPUDirect Storage, compiled models, and graphs, which are refused."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.backends.protocol import available_backends
@@ -13,12 +9,7 @@ from offload_strategy.units import PAGE_BYTES
 from tests.accelerator.support import DEVICE, batch, loss_of, make
 from tests.io.conformance import Conformance
 from tests.io.conftest import region
-from tests.training import (
-    activations_only,
-    backward_history,
-    same_with_and_without,
-    settings,
-)
+from tests.training import activations_only, backward_history, same_with_and_without, settings
 
 __all__ = ["region"]
 
@@ -79,7 +70,7 @@ def each_block(model):
     return model
 
 
-WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": torch.compile, "each block": each_block}
+WAYS = {"whole": torch.compile, "each block": each_block}
 
 
 @pytest.mark.parametrize("way", WAYS)

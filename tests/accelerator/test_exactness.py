@@ -1,27 +1,17 @@
 """The same to the last bit on an accelerator, where copies run beside the computation."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
-from tests.accelerator.support import (
-    DEVICE,
-    Transformer,
-    loss_of,
-    make,
-    sleep,
-    stir,
-    train,
-)
+from tests.accelerator.support import DEVICE, Transformer, loss_of, make, sleep, stir, train
 from tests.optimizer.runs import snapshot
 from tests.training import (
     assert_same_bits,
@@ -68,7 +58,7 @@ def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
     return backward_history(model, loss, between=between, after=stir)
 
 
-SCOPES: dict[str, Any] = {
+SCOPES = {
     "fp32": nullcontext,
     "bf16": lambda: torch.autocast(DEVICE, torch.bfloat16),
     "fp16": lambda: torch.autocast(DEVICE, torch.float16),
@@ -107,7 +97,7 @@ def test_gradients_are_the_same_with(disk, memory, options):
 
 
 # ---------------------------------------------------------------------- optimizer
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-3),
     "AdamW per tensor": lambda p: AdamW(p, 1e-3, foreach=False),
     "AdamW fused": lambda p: AdamW(p, 1e-3, fused=True),
@@ -179,7 +169,7 @@ def scale(model, step, factor):
             parameter.grad.data.mul_(factor)
 
 
-EDITS: dict[str, Callable[[nn.Module, int], None]] = {
+EDITS = {
     "clipping always": lambda m, step: clip(m, 1e-3),
     "clipping never": lambda m, step: clip(m, 1e9),
     "clipping sometimes": lambda m, step: clip(m, 1e-3 if step == 3 else 1e9),
@@ -189,7 +179,7 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
 
 
 #: Of `steps`, by what is trained.
-LOOPS: dict[str, dict[str, Any]] = {
+LOOPS = {
     **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
     **{name: {"edit": edit} for name, edit in EDITS.items()},
     **{

@@ -1,5 +1,6 @@
 """Memory of the device and pinned memory: limits hold, and what left or failed is freed."""
 
+from collections import Counter
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,15 +31,7 @@ from tests.accelerator.support import (
     train,
 )
 from tests.paced import PacedBackend
-from tests.training import (
-    Numbers,
-    activations_only,
-    assert_same_history,
-    attached,
-    same_with_and_without,
-    settings,
-    weights,
-)
+from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
 
 
 def config_of(disk, **sections):
@@ -49,14 +42,12 @@ def config_of(disk, **sections):
 # ---------------------------------------------------------------------- limits
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
-LIMITS: list[tuple[float, str | None, bool]] = [
+LIMITS = [
     (0.4, None, True),
     (0.7, "1GiB", True),
     (0.4, "16MiB", True),
     (2.0, None, True),
-    (0.3, None, False),
-    (0.7, None, False),
-    (2.0, None, False),
+    *product((0.3, 0.7, 2.0), [None], [False]),
 ]
 
 
@@ -64,7 +55,7 @@ def training(engine, steps):
     """Losses and weights; and the peak of each step."""
     model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
-    found: list[Numbers] = []
+    found = []
     highest = peaks(
         lambda step: found.extend(train(model, optimizer, range(step, step + 1), **BATCH)), steps
     )
@@ -125,12 +116,8 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
     expected = losses_of(model, AdamW(model.parameters(), lr=1e-3))
     del model
     used = idle_memory()
-    config = config_of(
-        disk,
-        parameters={"enabled": True},
-        optimizer={"overlap": "eager"},
-        memory={"pinned": "256MiB"},
-    )
+    sections = {"parameters": {"enabled": True}, "optimizer": {"overlap": "eager"}}
+    config = config_of(disk, **sections, memory={"pinned": "256MiB"})
     # The weights do not fit: `close` brings them back when the limit is gone.
     with OffloadEngine(config) as engine, memory_beyond(int(0.75 * nbytes)):
         with pytest.raises(torch.OutOfMemoryError):
@@ -146,7 +133,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
 
 # ---------------------------------------------------------------------- what is given back
 def test_pinned_memory_is_given_back(disk):
-    with activations_only(disk) as engine:
+    with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
         model = make(engine=engine)
         for step in range(3):
             loss_of(model, step).backward()
@@ -163,7 +150,6 @@ def test_pinned_memory_is_exactly_as_asked():
     pool = BufferPool(16 * MiB)
     nbytes = 4 * MiB + PAGE_BYTES
     buffer = pool.acquire(nbytes, pinned=True)
-    assert buffer is not None
     assert buffer.is_pinned()
     assert pool.usage().held_bytes == nbytes
     del buffer
@@ -206,10 +192,8 @@ def fail_in(hook, error, model):
 
 
 def run_out_of_memory(model):
-    with (
-        memory_beyond(1 << (30 if DEVICE == "cuda" else 26)),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
+    allowed = 1 << (30 if DEVICE == "cuda" else 26)
+    with memory_beyond(allowed), pytest.raises(torch.OutOfMemoryError):
         loss_of(model, 99, rows=256, length=4096).backward()
 
 
@@ -249,17 +233,10 @@ STEPS = 4
 BEHIND = 600_000_000
 
 
-class Paced(PacedBackend):
-    """Reads and writes a gigabyte in a second."""
-
-    def __init__(self, **options):
-        super().__init__(read=1e9, write=1e9, **options)
-
-
 @pytest.fixture
 def paced_disk(monkeypatch):
-    """A directory in memory where there is one, so that no disk is slower than that."""
-    monkeypatch.setattr(posix, "PosixBackend", Paced)
+    """A gigabyte in a second, and in memory where that is a directory: no disk is slower."""
+    monkeypatch.setattr(posix, "PosixBackend", partial(PacedBackend, read=1e9, write=1e9))
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield Path(directory)
@@ -281,8 +258,8 @@ def behind(engine, cycles=0):
         engine.attach(model)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1 << 20, generator=generator).to(DEVICE).requires_grad_()
-    begins: list[int] = []
-    waits: dict[str, int] = {}
+    begins = []
+    waits = {}
 
     def step(_):
         nonlocal waits
@@ -294,7 +271,6 @@ def behind(engine, cycles=0):
         waits = waiting_calls()
 
     highest = peaks(step, STEPS)
-    assert x.grad is not None
     beyond = [peak - begin for peak, begin in zip(highest, begins, strict=True)]
     return x.grad.cpu(), begins, beyond, waits
 
@@ -353,11 +329,9 @@ def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
     config = settings(paced_disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
     with OffloadEngine(config) as engine:
         got = counted(engine, scaled)
-    ours = {name: number - expected.get(name, 0) for name, number in got.items()}
-    ours = {name: number for name, number in ours.items() if number > 0}
+    ours = Counter(got) - Counter(expected)
     # `commit` reads what its comparisons found, and the factor by which gradients were scaled.
-    allowed = 1 + scaled if overlap == "commit" else 0
-    assert sum(ours.values()) <= allowed, ours
+    assert ours.total() <= (1 + scaled if overlap == "commit" else 0), ours
 
 
 # ---------------------------------------------------------------------- the report

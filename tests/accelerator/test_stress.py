@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from offload_strategy import OffloadEngine
 from offload_strategy.store.copy_engine import CopyEngine
 from offload_strategy.torch_support.accelerator import using_stream
+from tests import training
 from tests.accelerator.support import (
     DEVICE,
     batch,
@@ -29,16 +30,7 @@ from tests.accelerator.support import (
     sleep,
     stir,
 )
-from tests.training import (
-    Numbers,
-    assert_same_history,
-    attached,
-    gradients,
-    on_disk,
-    same_with_and_without,
-    settings,
-    weights,
-)
+from tests.training import attached, same_with_and_without, settings, weights
 
 SMALL = {"rows": 2, "length": 16}
 #: A device counts in cycles: about 0.2 ms at most.
@@ -98,7 +90,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
                 found.append(weights(model))
             if engine is not None and step % 10 == 9:
                 del loss
-                on_disk(engine)
+                training.on_disk(engine)
                 torch.accelerator.synchronize()
                 noted = sum(value.nbytes for each in found for value in each.values())
                 levels.append(device_module.memory_allocated() - noted)
@@ -129,7 +121,7 @@ def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
             with using_stream(two):
                 loss.backward()
             torch.accelerator.current_stream().wait_stream(two)
-            found.append(gradients(model))
+            found.append(training.gradients(model))
             torch.accelerator.synchronize()  # what the user's own streams need
             model.zero_grad()
         return found
@@ -144,7 +136,7 @@ def train(model, optimizer, seed):
     device = next(model.parameters()).device
     dice = random.Random(seed)
     torch.accelerator.set_device_index(device)
-    found: list[Numbers] = []
+    found = []
     with using_stream(torch.Stream(device)):
         for step in range(3):
             loss = model(batch(step, **SMALL).to(device)).pow(2).mean()
@@ -205,4 +197,4 @@ def test_two_threads_train_the_same(disk, expected, seed):
     with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
         got = train_both(disk, seed)
     for one, other in zip(got, expected, strict=True):
-        assert_same_history(one, other)
+        training.assert_same_history(one, other)

@@ -3,25 +3,14 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.callbacks import (
-    TENSORBOARD_LAYOUT,
-    MicroBatchHints,
-    OffloadMonitor,
-    logged_metrics,
-)
-from tests.integrations.lightning_runs import (
-    assert_same,
-    batches,
-    fit,
-    make_module,
-    make_trainer,
-    with_engine,
-)
+from offload_strategy.callbacks import TENSORBOARD_LAYOUT, MicroBatchHints, OffloadMonitor
+from offload_strategy.callbacks.logged_metrics import LoggedMetrics
+from tests.integrations.lightning_runs import assert_same, batches, fit, make_module, make_trainer
 from tests.integrations.support import tensorboard_scalars
 
 WRITTEN = "offload/optimizer/written_bytes"
@@ -32,7 +21,7 @@ def test_every_logger_gets_the_metrics_and_training_is_identical(pl, tmp_path, m
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    rows: list[dict[str, Any]] = []
+    rows = []
     board = pl.loggers.TensorBoardLogger(tmp_path)
     other = pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True)
     monkeypatch.setattr(other.experiment, "log", lambda row, *_, **__: rows.append(row))
@@ -120,7 +109,9 @@ def test_callbacks_serve_an_engine_of_the_users_own_with_the_hints_of_the_strate
 
     logger = pl.loggers.TensorBoardLogger(tmp_path)
     with OffloadEngine() as engine:
-        module = with_engine(make_module(pl), engine)
+        module = make_module(pl)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        module.configure_optimizers = lambda: engine.attach(module, optimizer)
         options["callbacks"] = [MicroBatchHints(engine), OffloadMonitor(2, engine=engine)]
         by_callback = fit(pl, tmp_path, "auto", module, logger=logger, **options)
     assert hints == expected
@@ -147,12 +138,10 @@ def test_loggers_get_rates_since_the_previous_time(monkeypatch):
     engine = {f"offload/{client}/{figure}": 0.0 for client in CLIENTS for figure in figures}
     engine["offload/endurance/projected_years"] = math.nan
     now = [100.0]
-    monkeypatch.setattr(logged_metrics, "perf_counter", lambda: now[0])
-    logged = logged_metrics.LoggedMetrics(lambda: dict(engine))
-    for seconds, moved, read, written, waited in (
-        (2.0, 4e9, 2.0, 4.0, 0.5),
-        (4.0, 2e9, 0.5, 1.0, 0.25),
-    ):
+    monkeypatch.setattr("offload_strategy.callbacks.logged_metrics.perf_counter", lambda: now[0])
+    logged = LoggedMetrics(lambda: dict(engine))
+    expected = (2.0, 4e9, 2.0, 4.0, 0.5), (4.0, 2e9, 0.5, 1.0, 0.25)
+    for seconds, moved, read, written, waited in expected:
         now[0] += seconds
         for key in ("activations/written", "optimizer/written", "optimizer/read"):
             engine[f"offload/{key}_bytes"] += moved

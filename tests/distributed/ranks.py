@@ -86,12 +86,9 @@ def _stop(server: subprocess.Popen[str]) -> None:
     server.communicate()
 
 
-def _shortened(text: str, head: int = 3000, tail: int = 6000) -> str:
+def _shortened(text: str) -> str:
     """Both ends: an abort says at its begin why, an exception at its end."""
-    left_out = len(text) - head - tail
-    if left_out <= 0:
-        return text
-    return f"{text[:head]}\n... {left_out} characters ...\n{text[-tail:]}"
+    return text if len(text) <= 9000 else f"{text[:3000]}\n[...]\n{text[-6000:]}"
 
 
 # ---------------------------------------------------------------------- in the server

@@ -1,105 +1,225 @@
-"""Several ranks: numbers and checkpoints of plain training; each has its part of the states.
+"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states.
 
-The ranks compare what they come to by themselves. One that dies takes the job down: in time, with a
-message that names it, and with no file.
+The ranks compare what they come to by themselves.
 """
 
-import json
+import contextlib
 
-import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint import save as save_folder
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from offload_strategy import OffloadEngine
+from offload_strategy import OffloadEngine, load, save
 from offload_strategy.cli import main
 from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, same
 from tests.distributed.ranks import run_ranks
+from tests.optimizer import custom_optimizers
 from tests.training import assert_same_bits, moved, settings, weights
 
 
-@pytest.fixture
-def tier(tmp_path):
-    """The directory of the ranks' tiers."""
-    (tmp_path / "tier").mkdir()
-    return tmp_path / "tier"
+@contextlib.contextmanager
+def early_gradients():
+    """Yield the parameters whose gradients are used as soon as reduced, while backward runs.
+
+    Only one reduction is under way at a time: a rank may be ahead of the others for a whole run,
+    and would find none that is over by then.
+    """
+    used, begun = [], []
+    take, add = BackwardOverlap.gradient_reduced, GradientReductions.add
+
+    def taken(overlap, parameter, gradient):
+        used.append(parameter)
+        take(overlap, parameter, gradient)
+
+    def added(backward, future, *args):
+        while begun:
+            begun.pop().wait()
+        begun.append(future)
+        add(backward, future, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardOverlap, "gradient_reduced", taken)
+        patch.setattr(GradientReductions, "add", added)
+        yield used
+
+
+class Recomputed(nn.Module):
+    """Blocks with reentrant checkpoints; if it has `ends`, between layers that have none."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.first = nn.Linear(96, 96) if ends else nn.Identity()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 96)) for _ in range(3)
+        )
+        self.last = nn.Linear(96, 96) if ends else nn.Identity()
+
+    def forward(self, tokens, *_):
+        hidden = self.first(nn.functional.one_hot(tokens, 96).float().requires_grad_())
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+def train(
+    rank,
+    engine,
+    *,
+    optimizer="AdamW",
+    blocks=None,
+    steps=range(STEPS),
+    states=None,
+    order="together",
+    after=lambda step, net, optimizer: None,
+    loop=None,
+    on_first=False,
+    **ddp,
+):
+    """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
+
+    `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states; all
+    other options are those of `DistributedDataParallel`. Returns what `run_steps` does, weights,
+    and the state dict.
+    """
+    torch.manual_seed(0)
+    net = Net() if blocks is None else Recomputed(blocks == "with ends")
+    kinds = torch.optim if hasattr(torch.optim, optimizer) else custom_optimizers
+    used = made = getattr(kinds, optimizer)(net.parameters(), lr=1e-2)
+    if engine is not None and order != "together":
+        used = engine.attach(None, made)
+        used.load_state_dict(used.state_dict())  # as Accelerate does
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **ddp)
+    if engine is not None and order == "optimizer first":
+        engine.attach(model)
+    elif engine is not None and order == "together":
+        used = engine.attach(model, made)
+    if states is not None:
+        used.load_state_dict(states["optimizer"])
+        net.load_state_dict(states["model"])
+
+    def tokens_of(step, micro):
+        data = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+        return torch.randint(0, 96, (4, 17), generator=data)
+
+    found = run_steps(
+        model, used, engine, tokens_of, steps,
+        after=lambda step: after(step, net, used), **loop or {},
+    )  # fmt: skip
+    if on_first and engine is not None:
+        used.consolidate_state_dict()
+    return {
+        **found,
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "states": used.state_dict() if rank == 0 or not on_first else {},
+    }
+
+
+#: What is trained, and the overlaps with which; the first ones without sharing the states as well.
+CASES = [
+    ({}, ("commit", "eager", "off")),
+    ({"loop": {"accumulation": 3, "clip": 0.5}}, ("commit",)),
+    ({"loop": {"accumulation": 3, "clip": 0.5, "hints": False}}, ("commit",)),
+    ({"find_unused_parameters": True, "loop": {"unused": True, "clip": 0.5}}, ("commit",)),
+    ({"find_unused_parameters": True, "loop": {"unused": True}}, ("eager",)),
+    ({"gradient_as_bucket_view": True, "loop": {"clip": 0.5}}, ("commit",)),
+    ({"gradient_as_bucket_view": True, "loop": {"accumulation": 3}}, ("eager",)),
+    ({"static_graph": True}, ("commit", "eager")),
+    ({"order": "optimizer first", "loop": {"clip": 0.5}}, ("commit",)),
+    ({"order": "optimizer alone", "loop": {"accumulation": 3}}, ("commit",)),
+    ({"optimizer": "SGD"}, ("commit",)),
+    ({"optimizer": "QuantizedMomentum"}, ("commit",)),
+    ({"optimizer": "RAdam", "loop": {"accumulation": 3}}, ("off",)),
+    # They run backward passes within the pass.
+    ({"blocks": "with ends"}, ("commit", "eager", "off")),
+    ({"blocks": "alone", "static_graph": True}, ("commit",)),
+    ({"blocks": "alone", "gradient_as_bucket_view": True}, ("eager",)),
+]
+
+
+def against_plain(rank, directory):
+    """Every case beside plain training."""
+    for number, (case, overlaps) in enumerate(CASES):
+        plain = train(rank, None, **case)
+        for overlap in overlaps:
+            used = []  # bytes that were written and read, with shared states and without
+            for sharding in (True, False)[: 2 if number < 2 else 1]:
+                sections = config(directory, overlap, sharding=sharding)
+                with early_gradients() as early, OffloadEngine(sections) as engine:
+                    ours = train(rank, engine, **case)
+                clients = {"activations", "optimizer"}
+                clients -= {"activations"} if case.get("order") == "optimizer alone" else set()
+                clients -= {"optimizer"} if case.get("optimizer") == "SGD" else set()
+                check((case, overlap, sharding), plain, ours, moved=clients)
+                whole_pass = {"find_unused_parameters", "static_graph"} & case.keys()
+                if "blocks" not in case:
+                    # Gradients are used as soon as their bucket is reduced, where it can be known.
+                    expected = not whole_pass and overlap != "off"
+                    assert bool(early) is expected, (case, overlap, len(early))
+                verbs = ("written", "read")
+                used.append([ours["metrics"][f"offload/optimizer/{verb}_bytes"] for verb in verbs])
+                del ours
+            # With accumulation, what ran ahead in vain was written as far as the disk got.
+            if len(used) == 2 and "loop" not in case:
+                shares = [share / whole for share, whole in zip(*used, strict=True)]
+                assert all(0.45 < share < 0.55 for share in shares), (case, overlap, shares)
+    dist.barrier()
 
 
 def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path):
-    run_ranks("tests.distributed.data_parallel_runs:against_plain", tmp_path)
+    run_ranks("tests.distributed.test_ranks:against_plain", tmp_path)
 
 
-# One test for what the ranks did: pytest-xdist would run them again for others.
-def test_sharded_training_gives_what_it_gives_without_offload(tmp_path):
-    run_ranks("tests.distributed.sharded_runs:two_ranks", tmp_path)
-    # A checkpoint of two ranks goes on with one and with four.
-    for size in (1, 4):
-        place = tmp_path / str(size)
-        place.mkdir()
-        where = "tests.distributed.sharded_runs:second_half"
-        run_ranks(where, place, size, source=str(tmp_path))
+# ---------------------------------------------------------------------- other numbers of ranks
+def maybe_offloading(directory, offload):
+    """An engine, if anything is to be offloaded."""
+    return OffloadEngine(config(directory, "commit")) if offload else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "the_trainer", "lightning", "fabric"])
-def test_frameworks_give_the_numbers_and_checkpoints_of_plain_training(
-    tmp_path, tier, monkeypatch, framework
-):
-    if framework == "the_trainer":
-        pytest.importorskip("peft")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    run_ranks(f"tests.distributed.framework_runs:with_{framework}", tmp_path)
-    assert list(tier.iterdir()) == []
+def save_half(rank, directory):
+    """Train and save without offload and with it; the files have the same."""
+    files = {offload: directory / f"{offload}.ckpt" for offload in (False, True)}
+    for offload, file in files.items():
+        with maybe_offloading(directory / "disk", offload) as engine:
+            found = train(rank, engine, on_first=True)
+            if rank == 0:
+                saved = {"model": found["weights"], "optimizer": found["states"]}
+                (save if offload else torch.save)(saved, file)
+    dist.barrier()
+    assert same(*map(torch.load, files.values()))
 
 
-def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(tmp_path, tier):
-    where = "tests.distributed.data_parallel_runs"
+def second_half(rank, directory):
+    """Load what two ranks saved, with and without offload, and go on with any number of them."""
+    runs = []
+    for offload, saved in ((False, False), (False, True), (True, False)):
+        source = directory / f"{saved}.ckpt"
+        states = load(source) if offload else torch.load(source)
+        with maybe_offloading(directory / "disk", offload) as engine:
+            runs.append(train(rank, engine, states=states))
+    check("from ours", runs[0], runs[1], moved=())
+    check("offloaded", runs[0], runs[2])
+
+
+def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(tmp_path, disk):
+    where = "tests.distributed.test_ranks"
     run_ranks(f"{where}:save_half", tmp_path)
     for size in (1, 4):
         run_ranks(f"{where}:second_half", tmp_path, size)
-    assert list(tier.iterdir()) == []
-
-
-# ---------------------------------------------------------------------- a rank dies
-def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gone(tmp_path, disk):
-    ways = ["backward", "step", "error"]
-    where = "tests.distributed.doomed:by_themselves"
-    (found,) = run_ranks(where, tmp_path, size=1, group=False, tier=str(disk), ways=ways)
-    for how in ways:
-        files = [file for file in (tmp_path / how).iterdir() if file.name != "store"]
-        notes = {file.name: file.read_text() for file in files}
-        assert "to-the-end" not in notes
-        for rank in range(3):
-            status, seconds_after = found[how][str(rank)]
-            said = notes[f"output-{rank}"]
-            assert not psutil.pid_exists(int(notes[f"process-{rank}"]))
-            assert float(notes[f"moved-{rank}"]) > 0
-            assert seconds_after < 30
-            if rank != 2:
-                assert f"rank 2 (process {notes['process-2']})" in said, said
-            elif how == "error":
-                assert "OSError: an update failed" in said
-            assert status == (-9 if rank == 2 and how != "error" else 1), said
-
-
-def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(tmp_path, disk):
-    where = "tests.distributed.doomed:restarted"
-    run_ranks(where, tmp_path, size=1, group=False, tier=str(disk))
-    for rank in range(2):
-        assert not psutil.pid_exists(int((tmp_path / f"process-{rank}-0").read_text()))
-        found = json.loads((tmp_path / f"found-{rank}").read_text())
-        assert (found["restarts"], found["first"], found["differs"]) == (1, 3, [])
-        assert found["moved"] > 0
 
 
 # ---------------------------------------------------------------------- files and machines
 def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-    groups = [
-        {"params": model[number].parameters(), "lr": 0.01 / (1 + number)} for number in (2, 0)
-    ]
+    groups = [{"params": model[n].parameters(), "lr": 0.01 / (1 + n)} for n in (2, 0)]
     return model, torch.optim.AdamW(groups)
 
 
@@ -118,7 +238,7 @@ def test_a_folder_becomes_a_file_that_plain_training_loads(tmp_path, disk, capsy
         trained(optimizer, model)
         states = get_optimizer_state_dict(model, optimizer)
         saved = {"model": model.state_dict(), "optimizer": states, "step": 3}
-        save(saved, checkpoint_id=folder, no_dist=True)
+        save_folder(saved, checkpoint_id=folder, no_dist=True)
     assert main(["consolidate", str(folder), str(file)]) == 0
     assert "model, optimizer" in capsys.readouterr().out
     found = torch.load(file)

@@ -42,7 +42,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def hints(monkeypatch):
     """The hints that engines are given."""
-    given: list[tuple[int, bool]] = []
+    given = []
     original = OffloadEngine.microbatch
 
     def microbatch(self, index, *, last):
@@ -56,7 +56,7 @@ def hints(monkeypatch):
 @pytest.fixture
 def family(request):
     """An install of Lightning: the first one, or what a test asks for with `in_both_installs`."""
-    name: str = getattr(request, "param", FAMILIES[0])
+    name = getattr(request, "param", FAMILIES[0])
     pytest.importorskip(name)
     return name
 

@@ -1,14 +1,9 @@
-"""Short training runs through either Lightning, with everything that a comparison needs.
-
-A feature of Lightning is a function of a `Session`, which makes Trainers with one strategy, and
-returns all that a user can see of it: losses, parameters, what was logged, what callbacks found.
-Nothing of it may depend on times or on paths. `test_lightning_features` has them all.
-"""
+"""Short training runs through either Lightning, with everything that a comparison needs."""
 
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +126,6 @@ class Behaviour:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def with_engine(module: Any, engine: Any) -> Any:
-    """A module that attaches itself to an engine of its own."""
-    module.configure_optimizers = lambda: engine.attach(
-        module, torch.optim.AdamW(module.parameters(), lr=1e-2)
-    )
-    return module
-
-
 @dataclass
 class Run:
     """A finished run."""
@@ -223,40 +210,30 @@ def strategy_class(family: str, name: str = "SSDOffloadStrategy") -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-Outcome = dict[str, Any]
-
-
 class Session:
-    """Trains with one strategy.
+    """Trains with our strategy, or with "auto" if there is no `overlap`."""
 
-    Args:
-        pl: an install of Lightning.
-        root: a directory of its own.
-        config: of the offload; None for ``strategy="auto"``.
-    """
-
-    def __init__(self, pl: Any, root: Path, config: Mapping[str, Any] | None) -> None:
-        self.pl = pl
-        self.root = root
-        self.config = config
-        self._trainers: list[Any] = []
-        self._modules: list[Any] = []
+    def __init__(self, directory: Path, overlap: str | None) -> None:
+        self.pl = pytest.importorskip(FAMILIES[0])
+        self.overlap = overlap
+        self.root = directory / (overlap or "auto")
+        self.root.mkdir()
+        self.trainers: list[Any] = []
+        self.modules: list[Any] = []
 
     def module(self, behaviour: type = Behaviour, **options: Any) -> Any:
-        self._modules.append(made := make_module(self.pl, behaviour, **options))
-        return made
-
-    @property
-    def steps(self) -> int:
-        """Training steps that were begun."""
-        return sum(len(module.losses) for module in self._modules)
+        self.modules.append(make_module(self.pl, behaviour, **options))
+        return self.modules[-1]
 
     def trainer(self, **options: Any) -> Any:
-        ours = strategy_class(FAMILIES[0])
-        strategy = "auto" if self.config is None else ours(config=self.config)
-        trainer = make_trainer(self.pl, self.root, strategy, **{"max_steps": 10, **options})
-        self._trainers.append(trainer)
-        return trainer
+        strategy: Any = "auto"
+        if self.overlap:
+            activations = {"min_size": "1KiB", "budget": "100%"}
+            config = {"activations": activations, "optimizer": {"overlap": self.overlap}}
+            strategy = strategy_class(FAMILIES[0])(config=config)
+        options = {"max_steps": 10, **options}
+        self.trainers.append(make_trainer(self.pl, self.root, strategy, **options))
+        return self.trainers[-1]
 
     def fit(self, module: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
         """Train on ten batches an epoch, with two to validate on."""
@@ -265,7 +242,7 @@ class Session:
         trainer.fit(module, batches(), batches(2), ckpt_path=ckpt_path)
         return trainer, module
 
-    def outcome(self, trainer: Any, module: Any, **more: Any) -> Outcome:
+    def outcome(self, trainer: Any, module: Any, **more: Any) -> dict[str, Any]:
         """What every run is compared by."""
         return {
             # Text, as no NaN is equal to another one.
@@ -282,55 +259,8 @@ class Session:
 
     def moved_bytes(self, client: str) -> float:
         """Bytes that left, of all runs."""
-        engines = [getattr(trainer.strategy, "offload_engine", None) for trainer in self._trainers]
+        engines = [getattr(trainer.strategy, "offload_engine", None) for trainer in self.trainers]
         return sum(left_bytes(each.metrics(), client) for each in engines if each is not None)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A row of the table.
-
-    Args:
-        name: as users know it.
-        run: does it.
-        refused_with_eager: what the error says with ``overlap: eager``; None where that works.
-        before_training: whether that is raised before the first training step.
-        trains: whether anything is to be moved.
-    """
-
-    name: str
-    run: Callable[[Session], Outcome]
-    refused_with_eager: str | None = None
-    before_training: bool = True
-    trains: bool = True
-
-
-FEATURES: dict[str, Feature] = {}
-
-
-def feature(name: str, **options: Any) -> Callable[[Callable[[Session], Outcome]], Any]:
-    def add(run: Callable[[Session], Outcome]) -> Callable[[Session], Outcome]:
-        FEATURES[name] = Feature(name, run, **options)
-        return run
-
-    return add
-
-
-def fitted(
-    name: str,
-    behaviour: type = Behaviour,
-    module: Mapping[str, Any] = {},
-    refused: str | None = None,
-    refused_in_first_step: str | None = None,
-    **options: Any,
-) -> None:
-    """A feature that is something a module does, or an option of the Trainer."""
-
-    @feature(
-        name, refused_with_eager=refused or refused_in_first_step, before_training=bool(refused)
-    )
-    def run(session: Session) -> Outcome:
-        return session.outcome(*session.fit(session.module(behaviour, **module), **options))
 
 
 @contextmanager

@@ -17,6 +17,8 @@ OFFLOAD_ALL: dict[str, Any] = {
 }
 """Small enough for nearly everything that a tiny model saves to leave."""
 
+STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min_size": 1}}
+
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """The environment of a fresh process: none of ours, no configs of the user's."""

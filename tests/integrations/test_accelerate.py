@@ -3,11 +3,10 @@
 import pickle
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, checkpointing
+from accelerate import Accelerator, checkpointing, init_empty_weights
 from accelerate.utils import GradScalerKwargs
 from torch import nn
 
@@ -15,14 +14,13 @@ import offload_strategy.checkpoints
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.integrations.accelerate_runs import forget_accelerator, prepare, with_and_without
-from tests.integrations.lightning_runs import assert_equal, assert_same, tiny_model
-from tests.integrations.support import tensorboard_scalars
+from tests.integrations.lightning_runs import assert_equal, assert_same, batches, tiny_model
+from tests.integrations.support import STREAMED, tensorboard_scalars
 from tests.training import moved
 
-EAGER: dict[str, Any] = {"optimizer": {"overlap": "eager"}}
-Plugin = SSDOffloadPlugin | None
+EAGER = {"optimizer": {"overlap": "eager"}}
 
 
 def offloading():
@@ -169,9 +167,9 @@ def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another(ten_ste
 def test_free_memory_closes_the_engine_once_the_script_has_let_go():
     run = prepare(SSDOffloadPlugin()).train(3)
     accelerator, engine = run.accelerator, run.engine
-    model, optimizer, scheduler = run.model, run.optimizer, run.scheduler
+    objects = run.model, run.optimizer, run.scheduler
     del run
-    model, optimizer, scheduler = accelerator.clear(model, optimizer, scheduler)
+    objects = accelerator.clear(*objects)
     assert engine.closed
 
 
@@ -196,7 +194,7 @@ def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order)
 @pytest.fixture
 def streamed(monkeypatch):
     """Names of the files that were saved through ours, and mapped when they were loaded."""
-    names: list[str] = []
+    names = []
     save, load = offload_strategy.checkpoints.save, torch.load
 
     def note_save(obj, path):
@@ -226,9 +224,8 @@ def test_checkpoints_are_streamed_in_accelerates_own_files_and_resume_with_and_w
         assert set(threading.enumerate()) <= threads
         begun[offload].accelerator.save_state(str(folder))
     assert streamed == ["saved optimizer.bin"]  # and no other file
-    assert (
-        len({tuple(sorted(p.name for p in folder.iterdir())) for folder in folders.values()}) == 1
-    )
+    names, own_names = ({path.name for path in folder.iterdir()} for folder in folders.values())
+    assert names == own_names
     assert same(*(torch.load(folder / "optimizer.bin") for folder in folders.values()))
 
     plain = begun[False].train(10)
@@ -251,6 +248,23 @@ def test_other_files_are_left_to_accelerate(tmp_path, streamed):
     checkpointing.save({"a": torch.ones(3)}, tmp_path / "optimizer.bin")
     assert torch.equal(checkpointing.load(tmp_path / "optimizer.bin")["a"], torch.ones(3))
     assert streamed == []
+
+
+def test_streamed_weights_of_an_empty_model_are_filled():
+    with init_empty_weights():
+        model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin({**STREAMED, **EAGER})])
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    x, y = next(iter(batches()))
+    for _ in range(3):
+        loss = nn.functional.mse_loss(prepared(x), y)
+        accelerator.backward(loss)
+        wrapped.step()
+        wrapped.zero_grad()
+        assert torch.isfinite(loss)
+        del loss
+    accelerator.free_memory(prepared, wrapped)
 
 
 WRITTEN = "offload/activations/written_bytes"

@@ -124,7 +124,7 @@ complete = True
 
 
 def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(modules, monkeypatch):
-    seen: list[bool] = []
+    seen = []
     monkeypatch.setattr(autoload, "asked", [], raising=False)
     monkeypatch.setattr(autoload, "saw", lambda module: seen.append(module.complete), raising=False)
     (modules / "half_imported_module.py").write_text(HALF_IMPORTED)
@@ -136,7 +136,7 @@ def test_a_hook_waits_until_the_second_attempt_at_an_import_is_complete(modules,
 
 
 def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules):
-    seen: list[ModuleType] = []
+    seen = []
     hooks = {
         "innocent_module_0": partial(autoload._install, "no_such_module", None),
         "innocent_module_1": lambda module: module.nothing,

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -26,16 +25,10 @@ from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    make_module,
-    make_trainer,
-    quiet,
-    strategy_class,
-)
+from tests.integrations.lightning_runs import make_module, make_trainer, quiet, strategy_class
 from tests.training import Block, attached, left_bytes, settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -45,7 +38,7 @@ BATCH, LENGTH, VOCABULARY, WIDTH = 4, 16, 64, 32
 STREAMED = "all, streamed weights too"
 
 OFF = {"enabled": False}
-CLIENTS: dict[str, dict[str, Any]] = {
+CLIENTS = {
     "activations": {"optimizer": OFF},
     **{
         f"optimizer: {overlap}": {"activations": OFF, "optimizer": {"overlap": overlap}}
@@ -55,7 +48,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
 }
 """Sections of the config by client; what is not said is on, as in the defaults."""
 
-AXES: dict[str, tuple[str, ...]] = {
+AXES = {
     "precision": ("32", "bf16-mixed", "bf16-true"),
     "checkpointing": ("none", "non-reentrant", "reentrant"),
     "compile": ("no", "aot_eager"),
@@ -111,24 +104,10 @@ SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What two runs are compared by, and the bytes that left by part of the engine."""
-
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    moved: dict[str, float]
-
-
-NUMBERS = ("losses", "weights")
-Config = Mapping[str, Any] | None  # None for training without offload
-Train = Callable[[Combination, Config], Outcome]
-
-
-@dataclass(frozen=True)
 class Way:
     """A way to train."""
 
-    train: Train
+    train: Callable  # With a combination and a config, None without offload; see `outcome`
     refusals: Mapping[str, Refusal]  # By what the table says of them
     precisions: Sequence[str] = AXES["precision"]
 
@@ -158,14 +137,14 @@ def verdicts(name, way, directory):
 
     The verdict is "identical", "refused: why", or what else was found.
     """
-    plain: dict[Combination, Outcome] = {}
+    plain = {}
     found = {}
     for one, expected in documented(name).items():
         if expected == "identical" and one.training not in plain:
             torch._dynamo.reset()  # what was compiled for it is used again with offload
             plain[one.training] = way.train(one, None)
         try:
-            outcome = way.train(one, config(directory, one.client))
+            ours = way.train(one, config(directory, one.client))
         except OffloadError as error:
             found[one] = _refused(error, way)
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
@@ -174,12 +153,10 @@ def verdicts(name, way, directory):
         if expected != "identical":
             found[one] = "trained, and should be refused"
             continue
-        pairs = {
-            part: (getattr(outcome, part), getattr(plain[one.training], part)) for part in NUMBERS
-        }
-        differs = [part for part, both in pairs.items() if not same(*both)]
-        parts = [*outcome.moved] if one.client == STREAMED else [one.client.partition(":")[0]]
-        still = [part for part in parts if not outcome.moved[part] > 0]
+        theirs = plain[one.training]
+        differs = [part for part in ("losses", "weights") if not same(ours[part], theirs[part])]
+        parts = [*ours["moved"]] if one.client == STREAMED else [one.client.partition(":")[0]]
+        still = [part for part in parts if not ours["moved"][part] > 0]
         found[one] = f"differs: {differs}; not moved: {still}" if differs or still else "identical"
     torch._dynamo.reset()
     return found
@@ -197,10 +174,17 @@ def config(directory, client):
     return sections
 
 
-def moved_bytes(engine):
-    """Bytes that left by part of the engine."""
-    metrics = engine.metrics()
-    return {part: left_bytes(metrics, part) for part in ("activations", "optimizer", "parameters")}
+def outcome(losses, model, engine):
+    """What runs are compared by, with shards brought together; and bytes that left, by part."""
+    moved = {}
+    if engine is not None:
+        parts = "activations", "optimizer", "parameters"
+        moved = {part: left_bytes(engine.metrics(), part) for part in parts}
+    weights = {
+        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
+        for name, parameter in model.named_parameters()
+    }
+    return {"losses": losses, "weights": weights, "moved": moved}
 
 
 class Model(nn.Module):
@@ -242,9 +226,8 @@ def plain_loop(combination, sections, model, rank=0):
     """Train a model, which may be wrapped or sharded, in a loop of one's own."""
     low = {"bf16-mixed": torch.bfloat16, SCALED: torch.float16}.get(combination.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(
-        "cpu", enabled=combination.precision == SCALED, init_scale=2.0**10
-    )
+    scaled = combination.precision == SCALED
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**10)
     torch.manual_seed(1 + rank)  # of dropout
     losses = []
     with nullcontext() if sections is None else OffloadEngine(sections) as engine:
@@ -258,16 +241,7 @@ def plain_loop(combination, sections, model, rank=0):
             scaler.step(used)
             scaler.update()
             used.zero_grad()
-        moved = {} if engine is None else moved_bytes(engine)
-    return Outcome(losses, weights_of(model), moved)
-
-
-def weights_of(model):
-    """Copies of the weights by name; shards are brought together."""
-    return {
-        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
-        for name, parameter in model.named_parameters()
-    }
+        return outcome(losses, model, engine)
 
 
 def compiled(model, combination):
@@ -284,8 +258,8 @@ def _loop(combination, sections):
 
 
 def _lightning(combination, sections):
-    strategy = "auto" if sections is None else strategy_class(FAMILIES[0])(config=sections)
-    options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
+    strategy = "auto" if sections is None else strategy_class(pl.__name__)(config=sections)
+    options = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
         # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself.
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -297,8 +271,7 @@ def _lightning(combination, sections):
     with quiet(), tempfile.TemporaryDirectory() as root:
         trainer = make_trainer(pl, Path(root), strategy, max_steps=len(batches()), **options)
         trainer.fit(module, DataLoader(list(batches()), batch_size=None))
-    moved = {} if sections is None else moved_bytes(trainer.strategy.offload_engine)
-    return Outcome(module.losses, weights_of(module), moved)
+    return outcome(module.losses, module, getattr(trainer.strategy, "offload_engine", None))
 
 
 def _accelerate(combination, sections):
@@ -313,9 +286,8 @@ def _accelerate(combination, sections):
     if combination.compiles_blocks:
         compiled(net, combination)
     loader = DataLoader(list(batches()), batch_size=None)
-    model, optimizer, loader = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader
-    )
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(net, plain, loader)
     torch.manual_seed(1)
     losses = []
     for tokens in loader:
@@ -325,11 +297,11 @@ def _accelerate(combination, sections):
         del loss
         optimizer.step()
         optimizer.zero_grad()
-    moved = {}
-    if (session := session_of(accelerator)) is not None:
-        moved = moved_bytes(session.engine)
+    session = session_of(accelerator)
+    found = outcome(losses, net, session and session.engine)
+    if session is not None:
         session.close()
-    return Outcome(losses, weights_of(net), moved)
+    return found
 
 
 _OWN_LOOP = Refusal(SCALED_AND_EAGER, r"^OffloadError: .*overlap: commit")

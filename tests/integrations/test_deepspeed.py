@@ -11,7 +11,6 @@ import os
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,24 +22,12 @@ from torch.utils.data import DataLoader, Subset
 
 from offload_strategy import ConfigError, OffloadConfig, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
-from offload_strategy.integrations.deepspeed.config_sections import (
-    check_nvme,
-    derived_sections,
-    merge_sections,
-)
+from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.distributed.ranks import run_ranks
+from tests.integrations import lightning_runs
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    batches,
-    in_both_installs,
-    make_module,
-    make_trainer,
-    strategy_class,
-    tiny_model,
-)
 from tests.integrations.support import OURS, tensorboard_scalars
 from tests.integrations.test_unmodified_scripts import launch, launch_file
 from tests.training import left_bytes
@@ -53,15 +40,12 @@ deepspeed.utils.logging.logger.setLevel("ERROR")
 STAGES = (1, 2, 3)
 STEPS = 6
 BATCH = 16
-OFFLOAD: dict[str, Any] = {
-    "activations": {"min_size": "1KiB", "budget": "100%"},
-    "optimizer": {"enabled": False},
-}
+OFFLOAD = {"activations": {"min_size": "1KiB", "budget": "100%"}, "optimizer": {"enabled": False}}
 
 
 def zero(stage):
     """DeepSpeed's config; with ZeRO-3, small parameters are taken apart as well."""
-    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 100_000}
+    section = {"stage": stage, "reduce_bucket_size": 100_000}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0
     return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
@@ -81,12 +65,11 @@ def alone(stage, loader):
 def lightning(family, stage, devices=1):
     """The same through `Trainer(strategy=...)` of an install."""
     pl = importlib.import_module(family)
-    ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    ours = lightning_runs.strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     strategy = ours(OFFLOAD, config=zero(stage))
-    module = make_module(pl)
-    trainer = make_trainer(
-        pl, Path.cwd(), strategy, max_steps=STEPS, devices=devices, use_distributed_sampler=False
-    )
+    module = lightning_runs.make_module(pl)
+    options = {"max_steps": STEPS, "devices": devices, "use_distributed_sampler": False}
+    trainer = lightning_runs.make_trainer(pl, Path.cwd(), strategy, **options)
     trainer.fit(module, part_of_data(int(os.environ.get("LOCAL_RANK", "0")), devices))
     result = outcome(module.losses, module, strategy.offload_engine.metrics())
     strategy._close_engine()
@@ -99,7 +82,7 @@ def accelerate(stage, directory):
     Unless `accelerate launch` has put everything into the environment, it is given the plugins.
     """
     PartialState.destroy_process_group = lambda *_: None  # others go on with it
-    plugins: dict[str, Any] = {}
+    plugins = {}
     if "ACCELERATE_USE_SSD_OFFLOAD" not in os.environ:
         theirs = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
         plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=theirs)
@@ -114,9 +97,7 @@ def accelerate(stage, directory):
     for step, loss in enumerate(train(engine, loader, accelerator.backward, *steps)):
         losses.append(loss)
         accelerator.log({"loss": loss}, step=step)
-    session = session_of(accelerator)
-    assert session is not None
-    result = outcome(losses, model, session.engine.metrics())
+    result = outcome(losses, model, session_of(accelerator).engine.metrics())
     result["type"] = accelerator.distributed_type.value
     result["optimizer"] = type(optimizer).__name__
     accelerator.end_training()
@@ -127,14 +108,14 @@ def accelerate(stage, directory):
 
 
 def part_of_data(rank, ranks):
-    whole: Any = batches(2 * STEPS, BATCH).dataset
+    whole = lightning_runs.batches(2 * STEPS, BATCH).dataset
     return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
 
 
 def fresh():
     """The model and its optimizer, always the same."""
     torch.manual_seed(0)
-    model = tiny_model()
+    model = lightning_runs.tiny_model()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -149,15 +130,13 @@ def train(model, loader, backward, *steps):
 
 
 def outcome(losses, model, metrics=None):
-    digest = hashlib.sha256()
     parameters = list(model.parameters())
     apart = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     with deepspeed.zero.GatheredParameters(apart):
-        for parameter in parameters:
-            digest.update(parameter.detach().numpy().tobytes())
+        weights = b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
     return {
         "losses": [loss.hex() for loss in losses],
-        "weights": digest.hexdigest(),
+        "weights": hashlib.sha256(weights).hexdigest(),
         "moved": 0.0 if metrics is None else left_bytes(metrics),
         "saved": 0.0 if metrics is None else metrics["offload/activations/step_saved_bytes"],
     }
@@ -166,12 +145,12 @@ def outcome(losses, model, metrics=None):
 def one_device(rank, directory, variables):
     """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
     os.chdir(directory)
-    results: dict[str, Any] = {}
+    results = {}
     for stage in (1, 2, 3):
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
         results[f"accelerate-{stage}"] = accelerate(stage, directory)
-        for family in FAMILIES[: 2 if stage == 3 else 1]:
+        for family in lightning_runs.FAMILIES[: 2 if stage == 3 else 1]:
             results[f"{family}-{stage}"] = lightning(family, stage)
         if stage == 2:
             with mock.patch.dict(os.environ, variables):
@@ -198,7 +177,7 @@ def launched_with(home, monkeypatch):
         deepspeed_config={"deepspeed_config_file": "zero.json", "zero3_init_flag": False},
         ssd_offload_config=OFFLOAD,
     )
-    given: dict[str, str] = {}
+    given = {}
     monkeypatch.setattr("torch.distributed.run.run", lambda _: given.update(os.environ))
     launch(monkeypatch, "--config", path.name, "train.py")
     return {name: value for name, value in given.items() if name.startswith(OURS)}
@@ -217,7 +196,8 @@ def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
     variables = launched_with(home, monkeypatch)
     where = "tests.integrations.test_deepspeed:one_device"
     (results,) = run_ranks(where, home, size=1, variables=variables)
-    assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1", "launched-2"}
+    first, second = lightning_runs.FAMILIES
+    assert results.keys() >= {f"{second}-3", f"{first}-1", "accelerate-1", "launched-2"}
     for run, ours in results.items():
         framework, _, stage = run.partition("-")
         if framework == "alone":
@@ -230,7 +210,7 @@ def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
             assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
         else:
             # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
-            assert ours["saved"] == results[f"{FAMILIES[0]}-2"]["saved"]
+            assert ours["saved"] == results[f"{first}-2"]["saved"]
 
     # By DeepSpeed's steps our metrics are due.
     for board in ("given", "launched"):
@@ -251,7 +231,7 @@ def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path):
 def test_a_saved_weight_is_found_where_it_is_gathered_next():
     """The weight is taken apart and gathered as DeepSpeed does it."""
     module = nn.Linear(4, 3, bias=False)
-    weight: Any = module.weight
+    weight = module.weight
     weight.ds_id = 0
     values = weight.detach().clone()
 
@@ -266,8 +246,6 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next():
     gather()
     module(torch.ones(1, 4))
     whole, row = weights.save(weight.detach()), weights.save(weight.detach().t()[1])
-    assert whole is not None
-    assert row is not None
     assert weights.save(torch.ones(3, 4)) is None
     bytes_of_before = weight.detach()
     part()
@@ -300,7 +278,7 @@ def merged(theirs, sections):
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    merge_sections(theirs, sections)
+    config_sections.merge_sections(theirs, sections)
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
         return DeepSpeedConfig({"train_batch_size": 1, **theirs})
 
@@ -309,7 +287,7 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     on = {"enabled": True}
     ours = config(tmp_path, optimizer=on, parameters=on, io={"threads": 2})
     theirs = zero_section()
-    sections = derived_sections(theirs, ours, largest_parameter=12345)
+    sections = config_sections.derived_sections(theirs, ours, largest_parameter=12345)
     assert theirs == zero_section()
     read = merged(theirs, sections)
     optimizer, weights = read.zero_config.offload_optimizer, read.zero_config.offload_param
@@ -326,7 +304,7 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     assert read.aio_config["intra_op_parallelism"] == 2
 
 
-MEMORY: dict[str, Any] = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
+MEMORY = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
 STATES, WEIGHTS = {"optimizer": {"enabled": True}}, {"parameters": {"enabled": True}}
 CPU, ELSEWHERE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/elsewhere"}
 BELOW_3 = range(3)
@@ -352,7 +330,7 @@ BELOW_3 = range(3)
 )
 def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, devices):
     ours = OffloadConfig() if sections is None else config(tmp_path, **sections)
-    derived = derived_sections(theirs, ours)
+    derived = config_sections.derived_sections(theirs, ours)
     zero = derived.get("zero_optimization", {})
     found = [section["device"] for name, section in zero.items() if name.startswith("offload_")]
     assert found == devices
@@ -377,18 +355,19 @@ def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, d
 )
 def test_what_contradicts_or_cannot_be_had_is_refused(tmp_path, theirs, sections, says):
     with pytest.raises(ConfigError, match=says):
-        derived_sections(theirs, config(tmp_path, **sections))
+        config_sections.derived_sections(theirs, config(tmp_path, **sections))
 
 
 def test_nvme_without_its_io_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
+    derived = config_sections.derived_sections(zero_section(), config(tmp_path))
     with pytest.raises(ConfigError, match="here: there is no C\\+\\+ compiler") as caught:
-        check_nvme(derived_sections(zero_section(), config(tmp_path)))
+        config_sections.check_nvme(derived)
     assert str(tmp_path / "nvme") in str(caught.value)
-    check_nvme(zero_section(offload_optimizer=CPU))
+    config_sections.check_nvme(zero_section(offload_optimizer=CPU))
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 @pytest.mark.parametrize("stage", [None, *STAGES])
 def test_the_strategy_is_found_by_name(pl, family, stage):
     suffix = "" if stage is None else f"_stage_{stage}"
@@ -399,7 +378,7 @@ def test_the_strategy_is_found_by_name(pl, family, stage):
 
 def test_the_strategy_derives_over_lightnings_defaults(family, tmp_path):
     ours = config(tmp_path, optimizer={"enabled": True})
-    ours_of = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    ours_of = lightning_runs.strategy_class(family, "SSDOffloadDeepSpeedStrategy")
     derived = ours_of(ours, stage=3).config
     assert derived["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
     assert derived["zero_optimization"]["sub_group_size"] < 10**9

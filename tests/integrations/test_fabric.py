@@ -11,7 +11,7 @@ from torch import nn
 
 from offload_strategy import ConfigError
 from offload_strategy.units import MiB
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.integrations.lightning_runs import WIDTH, assert_equal, batches, tiny_model
 from tests.integrations.support import OFFLOAD_ALL
 from tests.training import left_bytes
@@ -20,8 +20,8 @@ FAMILIES = {"lightning.fabric": "for_lightning_fabric", "lightning_fabric": "for
 FIRST = "lightning.fabric"
 SCALED = "16-mixed"
 BY_NORM, BY_VALUE = {"max_norm": 0.05}, {"clip_val": 1e-3}
-EAGER: dict[str, Any] = {**OFFLOAD_ALL, "optimizer": {"overlap": "eager"}}
-STREAMED: dict[str, Any] = {**OFFLOAD_ALL, "parameters": {"enabled": True, "min_size": "1KiB"}}
+EAGER = {**OFFLOAD_ALL, "optimizer": {"overlap": "eager"}}
+STREAMED = {**OFFLOAD_ALL, "parameters": {"enabled": True, "min_size": "1KiB"}}
 
 
 def offloading(config=OFFLOAD_ALL, family=FIRST):
@@ -143,7 +143,7 @@ def test_a_compiled_model_is_identical(outside):
     def compiled(fabric):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model: Any = torch.compile(tiny_model(), backend="aot_eager")
+        model = torch.compile(tiny_model(), backend="aot_eager")
         # Fabric takes a compiled model apart and compiles again what the strategy returned.
         return set_up(fabric, model, _reapply_compile=not outside).train(4)
 

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch
 import pytest
@@ -18,18 +17,9 @@ from offload_strategy import OffloadError, SSDOffloadPlugin
 from offload_strategy.io.backends.posix import PosixBackend
 from tests.distributed.ranks import run_ranks
 from tests.ends import open_files, outcomes
+from tests.integrations import lightning_runs
 from tests.integrations.accelerate_runs import prepare
-from tests.integrations.lightning_runs import (
-    assert_equal,
-    assert_same,
-    batches,
-    fit,
-    make_module,
-    make_trainer,
-    parameters_of,
-    strategy_class,
-    with_and_without,
-)
+from tests.integrations.lightning_runs import assert_equal, batches, fit, make_module
 from tests.training import moved, on_disk
 
 
@@ -41,7 +31,7 @@ def plain_steps(model):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return parameters_of(model)
+    return lightning_runs.parameters_of(model)
 
 
 def slowly(move):
@@ -111,7 +101,7 @@ def after_an_exception(pl, root, strategy, module):
     ],
 )
 def test_fitting_twice_is_identical(pl, tmp_path, twice, make):
-    with_and_without(lambda strategy: twice(pl, tmp_path, strategy, make(pl)))
+    lightning_runs.with_and_without(lambda strategy: twice(pl, tmp_path, strategy, make(pl)))
 
 
 @pytest.mark.parametrize("wrong", ["missing", "file", "LBFGS"])
@@ -120,20 +110,19 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
 ):
     gc.collect()
     (tmp_path / "file").write_text("")
-    config: Any = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
+    config = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
     module = make_module(pl)
     if wrong == "LBFGS":
         module.make_optimizer = torch.optim.LBFGS
         config = {"optimizer": {"enabled": True}}
     with pytest.raises(OffloadError, match=wrong):
-        fit(pl, tmp_path, strategy_class(family)(config), module)
+        fit(pl, tmp_path, lightning_runs.strategy_class(family)(config), module)
     assert module.losses == []
     assert open_files(tier) == []
     assert not module._forward_pre_hooks
     module.make_optimizer = torch.optim.AdamW
-    assert_same(
-        fit(pl, tmp_path, "ssd_offload", module, max_steps=5), fit(pl, tmp_path, max_steps=5)
-    )
+    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=5)
+    lightning_runs.assert_same(run, fit(pl, tmp_path, max_steps=5))
 
 
 def test_after_fit_the_model_trains_by_itself(pl, tmp_path, tier):
@@ -200,11 +189,11 @@ ENDS = {
 
 
 def train_with_lightning(end):
-    pl: Any = lightning.pytorch
+    pl = lightning.pytorch
     fails_at = (3, RuntimeError("on purpose")) if end == "exception" else None
     ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
     options = {"max_steps": -1, "max_epochs": 2 if end == "workers" else -1}
-    trainer = make_trainer(pl, Path(), "ssd_offload", callbacks=[ready], **options)
+    trainer = lightning_runs.make_trainer(pl, Path(), "ssd_offload", callbacks=[ready], **options)
     workers = 2 if end == "workers" else 0
     loader = DataLoader(batches().dataset, batch_size=16, num_workers=workers)
     trainer.fit(make_module(pl, fails_at=fails_at), loader)

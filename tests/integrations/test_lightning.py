@@ -8,39 +8,29 @@ import importlib
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from offload_strategy import ConfigError
-from tests.integrations.lightning_runs import (
-    assert_equal,
-    batches,
-    fit,
-    in_both_installs,
-    make_module,
-    make_trainer,
-    parameters_of,
-    strategy_class,
-    with_and_without,
-)
+from tests.integrations import lightning_runs
+from tests.integrations.lightning_runs import batches, fit, make_module, strategy_class
+from tests.integrations.support import STREAMED
 from tests.training import moved
 
 
 def both(pl, root, *, module=None, **options):
     """Train with and without offload, check that they agree, and return the former."""
-    return with_and_without(
+    return lightning_runs.with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )
 
 
-@in_both_installs
-def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
-    pl, tmp_path, hints, recwarn
-):
+@lightning_runs.in_both_installs
+def test_accumulation_clipping_schedules_and_validation_are_identical(pl, tmp_path, hints, recwarn):
     options = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "max_steps": 9}
     run = both(pl, tmp_path, module={"scheduler": True}, validate=True, **options)
     # Ten batches an epoch: two groups of four, and one of two, after which Lightning steps as well.
@@ -56,7 +46,7 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
 
 
 def test_layers_that_are_thawed_later_are_identical(pl, tmp_path):
-    class Thaw(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
+    class Thaw(pl.callbacks.BaseFinetuning):
         """Adds the first layer's parameters to the optimizer after an epoch."""
 
         def freeze_before_training(self, module):
@@ -77,7 +67,7 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch
     def twice(parameters, lr):
         optimizer = torch.optim.SGD(parameters, lr=lr)
         step = optimizer.step
-        optimizer.step = lambda closure=None: (step(closure), step())[0]  # type: ignore[method-assign]
+        optimizer.step = lambda closure=None: (step(closure), step())[0]
         return optimizer
 
     both(pl, tmp_path, module={"optimizer": twice}, max_steps=3)
@@ -86,16 +76,14 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(pl, tmp_path, monkeypatch
     step = mock.MagicMock()  # which has every attribute but those like __wrapped__
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     module = make_module(pl, optimizer=torch.optim.SGD, manual=True)
-    before = parameters_of(module)
+    before = lightning_runs.parameters_of(module)
     run = fit(pl, tmp_path, "ssd_offload", module, max_steps=-1, max_epochs=1)
     assert step.call_count == 10  # every second batch, by two optimizers
-    assert_equal(run.parameters, before)
+    lightning_runs.assert_equal(run.parameters, before)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
-    pl, tmp_path, accumulate, caplog
-):
+def test_an_optimizer_with_a_closure_has_its_states_in_memory(pl, tmp_path, accumulate, caplog):
     options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
     both(pl, tmp_path, module={"optimizer": torch.optim.LBFGS}, **options)
     assert caplog.text.count("Its states stay in memory") == 1
@@ -109,19 +97,19 @@ def test_a_model_with_nothing_to_optimize_trains_on(pl, tmp_path):
 
 def test_copies_of_module_and_strategy_have_no_engine(pl, family, tmp_path):
     """As averaging callbacks and loggers make them in the middle of `fit`."""
-    copies: list[Any] = []
+    copies = []
 
     def take_copies(trainer, module, *_):
         if trainer.global_step == 5:
             # The module's class is local to this test, and cannot be pickled.
             copies[:] = copy.deepcopy(module), pickle.loads(pickle.dumps(module.net))
-            copies.append(parameters_of(module))
+            copies.append(lightning_runs.parameters_of(module))
 
     callback = pl.callbacks.LambdaCallback(on_train_batch_end=take_copies)
     run = both(pl, tmp_path, callbacks=[callback], max_steps=10)
     deep, pickled, at = copies
-    assert_equal(parameters_of(deep), at)
-    assert_equal(parameters_of(pickled), at)
+    lightning_runs.assert_equal(lightning_runs.parameters_of(deep), at)
+    lightning_runs.assert_equal(lightning_runs.parameters_of(pickled), at)
 
     # The copy trains by itself and moves nothing.
     before = moved(run.engine)
@@ -146,41 +134,103 @@ def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
     assert type(trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_are_data_parallel_and_stream_no_weights(
-    pl, family, tmp_path, devices, nodes
-):
+def test_several_devices_are_data_parallel_and_stream_nothing(pl, family, tmp_path, devices, nodes):
     options = {"devices": devices, "num_nodes": nodes}
     ours = strategy_class(family)
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
     given = ours(config, ddp={"find_unused_parameters": True})
     for strategy in ("ssd_offload", given):
-        made = make_trainer(pl, tmp_path, strategy, **options).strategy
+        made = lightning_runs.make_trainer(pl, tmp_path, strategy, **options).strategy
         assert isinstance(made, pl.strategies.DDPStrategy)
         assert (made.num_processes, made.num_nodes) == (devices, nodes)
     assert made is given
     assert made.config.tiers[0].capacity == 1 << 30
     assert made._ddp_kwargs == {"find_unused_parameters": True}
     with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
-        make_trainer(pl, tmp_path, ours({"parameters": {"enabled": True}}), **options)
+        lightning_runs.make_trainer(pl, tmp_path, ours(STREAMED), **options)
     with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
-        type(made)({"parameters": {"enabled": True}})
+        type(made)(STREAMED)
 
 
-@in_both_installs
+@lightning_runs.in_both_installs
 def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
     other = "pytorch_lightning" if family == "lightning.pytorch" else "lightning.pytorch"
     pytest.importorskip(other)
     with pytest.raises(ValueError, match=re.escape(class_path(family))):
-        make_trainer(pl, tmp_path, strategy_class(other)())
+        lightning_runs.make_trainer(pl, tmp_path, strategy_class(other)())
 
 
+# ---------------------------------------------------------------------- streamed weights
+def streaming(overlap):
+    config = {**STREAMED, "optimizer": {"overlap": overlap}}
+    return strategy_class("lightning.pytorch")(config)
+
+
+@pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
+def test_streamed_weights_accumulate_clip_validate_and_resume_the_same(pl, tmp_path, overlap, clip):
+    def run(name):
+        first, second = (name if name == "auto" else streaming(overlap) for _ in range(2))
+        folder = tmp_path / name
+        saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)
+        options = {"gradient_clip_val": clip, "enable_checkpointing": True, "validate": True}
+        options["accumulate_grad_batches"] = 2
+        fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
+        return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
+
+    engine = lightning_runs.with_and_without(run).engine
+    assert moved(engine, "parameters", "read") > 0
+
+
+def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
+    away = []
+
+    class Late(type(make_module(pl))):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Identity()
+
+        def configure_model(self):
+            if isinstance(self.net, nn.Identity):
+                torch.manual_seed(5)
+                self.net = lightning_runs.tiny_model()
+
+        def on_fit_start(self):
+            away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
+
+    plain = fit(pl, tmp_path, module=Late(), max_steps=6)
+    streamed = fit(pl, tmp_path, streaming("eager"), Late(), max_steps=6)
+    assert away[0] == 0 < away[1]
+    lightning_runs.assert_same(streamed, plain)
+    again = fit(pl, tmp_path, streaming("eager"), streamed.module, max_steps=6)
+    assert len(again.losses) == 12
+    again.trainer.strategy._close_engine()
+
+
+def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
+    for empty in (True, False):
+        strategy = streaming("eager")
+        trainer = lightning_runs.make_trainer(pl, tmp_path, strategy, max_steps=3)
+        with trainer.init_module(empty_init=empty):
+            module = make_module(pl)
+        assert all(parameter.is_meta for parameter in module.parameters()) is empty
+        engine = strategy.offload_engine
+        if empty:
+            trainer.fit(module, batches())
+            assert len(module.losses) == 3
+            engine = strategy.offload_engine
+        del trainer, strategy
+        engine.close()
+        for parameter in module.parameters():
+            assert type(parameter) is nn.Parameter
+            assert torch.isfinite(parameter).all()
+
+
+# ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
-OPTIONS: dict[str, Any] = {
-    "tiers": [{"name": "host", "kind": "dram", "capacity": "1MiB"}],
-    "activations": {"min_size": "2KiB"},
-}
+TIER = {"name": "host", "kind": "dram", "capacity": "1MiB"}
+OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}
 
 
 def class_path(family):
@@ -202,8 +252,8 @@ def strategy_of_cli(pl, family, *arguments):
     return cli.trainer.strategy
 
 
-@in_both_installs
-def test_flags_choose_the_strategy_and_its_options_and_the_help_explains_them(
+@lightning_runs.in_both_installs
+def test_flags_choose_the_strategy_and_its_options_as_help_explains(
     pl, family, monkeypatch, capsys
 ):
     strategy = strategy_of_cli(pl, family, "--trainer.strategy=ssd_offload")

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 import offload_strategy.checkpoints
-from tests.distributed.data_parallel_runs import same
-from tests.integrations.lightning_runs import (
-    FAMILIES,
-    assert_same,
-    fit,
-    make_trainer,
-    strategy_class,
-)
+from tests.distributed.loops import same
+from tests.integrations import lightning_runs
+from tests.integrations.lightning_runs import assert_same, fit, make_trainer, strategy_class
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +63,16 @@ def test_a_checkpoint_is_the_one_that_lightning_writes_and_never_put_together_in
     assert save.call_args.kwargs == {"storage_options": "options"}
 
 
-@pytest.mark.parametrize(
-    ("family", "enabled"), list(zip(FAMILIES, (True, False), strict=True)), indirect=["family"]
-)
-def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
+@lightning_runs.in_both_installs
+def test_a_resumed_run_leaves_the_file(pl, family, tmp_path):
+    # States leave with the one install, and stay with the other.
+    enabled = family == "lightning.pytorch"
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
     files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
-    in_file: list[bool] = []
-    look = pl.callbacks.LambdaCallback(
-        on_train_batch_start=lambda *_: in_file.extend(map(mapped, files.values()))
-    )
+    in_file = []
+
+    def note(*_):
+        in_file.extend(map(mapped, files.values()))
 
     def run(offload, source=None, **options):
         strategy = strategy_class(family)(config=config) if offload else "auto"
@@ -90,6 +85,7 @@ def test_a_resumed_run_leaves_the_file(pl, family, tmp_path, enabled):
     assert_same(begun[True], begun[False])
     ended = run(False, False, max_steps=20)
     for offload, source in ((False, True), (True, False), (True, True)):
+        look = pl.callbacks.LambdaCallback(on_train_batch_start=note)
         watched = {"callbacks": [look]} if offload else {}
         assert_same(run(offload, source, max_steps=20, **watched), ended)
     assert in_file == 2 * 2 * 10 * [False]

@@ -1,22 +1,16 @@
 """Pipeline schedules of torch.distributed.pipelining over two processes, to the last bit."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed import pipelining
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.integrations.pipelining import follow_schedule
-from tests.distributed.data_parallel_runs import same
+from tests.distributed.loops import same
 from tests.distributed.ranks import run_ranks
 from tests.integrations.lightning_runs import WIDTH, tiny_model
 from tests.training import settings
@@ -50,26 +44,12 @@ _1F1B = {"told nothing": Way("commit", follow=False), "clipped": Way("commit", c
 _TOGETHER = {"one optimizer": Way("commit", together=True)}
 
 #: The schedule, how many stages a process has with it, and the ways to train that are compared.
-SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
-    "GPipe": (ScheduleGPipe, 1, _COMMIT),
-    "1F1B": (Schedule1F1B, 1, _COMMIT | _1F1B),
-    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _AND_EAGER | _TOGETHER),
-    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _AND_EAGER),
+SCHEDULES = {
+    "GPipe": (pipelining.ScheduleGPipe, 1, _COMMIT),
+    "1F1B": (pipelining.Schedule1F1B, 1, _COMMIT | _1F1B),
+    "interleaved 1F1B": (pipelining.ScheduleInterleaved1F1B, 2, _AND_EAGER | _TOGETHER),
+    "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2, _AND_EAGER),
 }
-
-
-@dataclass
-class Outcome:
-    """What a run came to, on one rank."""
-
-    losses: list[str] = field(default_factory=list)
-    #: Of every step and parameter, before clipping; of eager runs none, as they are gone.
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    #: Loads that had not begun when backward needed the bytes, step by step.
-    missed: list[float] = field(default_factory=list)
-    tickets: int = 0
 
 
 class Pipeline:
@@ -82,7 +62,7 @@ class Pipeline:
         indices = range(rank, len(blocks), RANKS)
         self.modules = [blocks[index] for index in indices]
         self.stages = [
-            PipelineStage(module, index, len(blocks), torch.device("cpu"))
+            pipelining.PipelineStage(module, index, len(blocks), torch.device("cpu"))
             for module, index in zip(self.modules, indices, strict=True)
         ]
         self.schedule = make_schedule(
@@ -93,10 +73,8 @@ class Pipeline:
         )
         self.parameters = [p for module in self.modules for p in module.parameters()]
         groups = [self.parameters] if way.together else [m.parameters() for m in self.modules]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(group, lr=1e-2) for group in groups
-        ]
-        self.engine: OffloadEngine | None = None
+        self.optimizers = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
+        self.engine = None
         if way.overlap is not None:
             options = {"subgroup_size": 4000, "overlap": way.overlap}
             self.engine = OffloadEngine(settings(tier, optimizer=options))
@@ -113,54 +91,46 @@ def _share_of_loss(output, target):
 
 
 def train(rank, name, way, tier):
-    """Train a few steps; the arguments are those of `Pipeline`."""
+    """Train a few steps; the arguments are those of `Pipeline`.
+
+    Returns what is compared, the metrics, and how many loads of each step had not begun when
+    backward needed the bytes.
+    """
     pipeline = Pipeline(rank, name, way, tier)
     engine, stages = pipeline.engine, pipeline.stages
     if engine is not None and way.follow:
         follow_schedule(engine, pipeline.schedule)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    outcome = Outcome()
+    found = {"losses": [], "gradients": []}
+    metrics, missed = {}, []
     for _ in range(STEPS):
-        losses: list[torch.Tensor] = []
+        losses = []
         before = engine.metrics() if engine else {}
         pipeline.schedule.step(
             *([inputs] if stages[0].is_first else []),
             **({"target": targets, "losses": losses} if stages[-1].is_last else {}),
         )
-        outcome.losses += [loss.item().hex() for loss in losses]
+        found["losses"] += [loss.item().hex() for loss in losses]
         if engine is not None:
-            missed = "offload/activations/missed_loads"
-            outcome.missed.append(engine.metrics()[missed] - before[missed])
-        if way.overlap != "eager":
-            outcome.gradients += [p.grad.clone() for p in pipeline.parameters if p.grad is not None]
+            key = "offload/activations/missed_loads"
+            missed.append(engine.metrics()[key] - before[key])
+        if way.overlap != "eager":  # which leaves none
+            found["gradients"] += [p.grad.clone() for p in pipeline.parameters]
         if way.clip is not None:
             nn.utils.clip_grad_norm_(pipeline.parameters, way.clip)
         for optimizer in pipeline.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    outcome.parameters = [p.detach().clone() for p in pipeline.parameters]
+    found["parameters"] = [p.detach().clone() for p in pipeline.parameters]
     if engine is not None:
         engine._resources.store.wait_for_writes()
-        outcome.metrics = engine.metrics()
+        metrics = engine.metrics()
         for optimizer in pipeline.optimizers:  # states are tickets as well
             fresh = torch.optim.AdamW(optimizer.parameters())
             optimizer.load_state_dict(fresh.state_dict())
-        outcome.tickets = engine._resources.store.live_tickets
+        assert engine._resources.store.live_tickets == 0, (name, way)
         engine.close()
-    return outcome
-
-
-def check(offloaded, plain, told):
-    """Losses, gradients and parameters are identical; bytes have moved, and nothing is left."""
-    assert offloaded.losses == plain.losses, told
-    gradients = [] if told[1] == "eager" else plain.gradients
-    assert gradients == [] or len(gradients) == STEPS * len(plain.parameters)
-    assert same(offloaded.gradients, gradients), told
-    assert same(offloaded.parameters, plain.parameters), told
-    for client in ("activations", "optimizer"):
-        for verb in ("written", "read"):
-            assert offloaded.metrics[f"offload/{client}/{verb}_bytes"] > 0, told
-    assert offloaded.tickets == 0, told
+    return found, metrics, missed
 
 
 def check_refusals(rank, tier):
@@ -171,7 +141,6 @@ def check_refusals(rank, tier):
         ("optimizer for each stage", "interleaved 1F1B", together),
     ):
         pipeline = Pipeline(rank, name, way, tier)
-        assert pipeline.engine is not None
         with pipeline.engine, pytest.raises(ConfigError, match=message):
             follow_schedule(pipeline.engine, pipeline.schedule)
 
@@ -182,15 +151,19 @@ def every_schedule(rank, directory):
     tier.mkdir()
     check_refusals(rank, tier)
     for name, (_, stages, ways) in SCHEDULES.items():
-        plain = {way.plain: train(rank, name, way.plain, tier) for way in ways.values()}
+        plain_runs = {way.plain: train(rank, name, way.plain, tier)[0] for way in ways.values()}
         # The first rank has the first stage, which has no loss, and the last one the last.
-        assert all(bool(run.losses) is (rank == RANKS - 1) for run in plain.values())
+        assert all(bool(run["losses"]) is (rank == RANKS - 1) for run in plain_runs.values())
         for label, way in ways.items():
-            ours = train(rank, name, way, tier)
-            check(ours, plain[way.plain], (name, label))
+            plain = plain_runs[way.plain]
+            ours, metrics, missed = train(rank, name, way, tier)
+            expected = {**plain, "gradients": []} if label == "eager" else plain
+            assert same(ours, expected), (name, label)
+            for client, verb in product(("activations", "optimizer"), ("written", "read")):
+                assert metrics[f"offload/{client}/{verb}_bytes"] > 0, (name, label)
             # Steps of which something was updated during backward, and in vain.
             verbs = ("speculated", "redone")
-            ahead = [ours.metrics[f"offload/optimizer/{verb}_steps"] for verb in verbs]
+            ahead = [metrics[f"offload/optimizer/{verb}_steps"] for verb in verbs]
             if label == "told nothing":
                 # Nobody tells which backward is the last: updates wait for the step.
                 assert ahead == [0, 0]
@@ -202,7 +175,7 @@ def every_schedule(rank, directory):
                 # But the last stage goes back at once after each forward: what it has just saved
                 # is asked for.
                 most = 1 if name == "GPipe" or rank == 0 else 4
-                assert ours.missed[-3:] == [most] * 3
+                assert missed[-3:] == [most] * 3
     assert list(tier.iterdir()) == []
 
 

@@ -5,21 +5,14 @@ What its loggers get is in test_unmodified_scripts.py, and here who of its callb
 
 import json
 import os
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import MLflowCallback
+from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -50,9 +43,6 @@ def make_trainer(root, **options):
     )
     model = GPT2LMHeadModel(GPT2Config(**shape, **quiet))
     return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
-
-
-Numbers = tuple[list[float], list[torch.Tensor]]
 
 
 def numbers(trainer):
@@ -91,7 +81,7 @@ def train_compiled(root):
 def shrink_and_train(root):
     """Run out of memory in the third step, and let the Trainer start over with smaller batches."""
     trainer = make_trainer(root, max_steps=5, auto_find_batch_size=True)
-    sizes: list[int] = []
+    sizes = []
 
     def runs_out(module, args, kwargs):
         sizes.append(len(kwargs["input_ids"]))
@@ -119,16 +109,6 @@ def test_training_is_identical(tmp_path, monkeypatch, train):
 WRITTEN = "offload/optimizer/written_bytes"
 
 
-class Seen(TrainerCallback):
-    """Notes what a callback of the script gets."""
-
-    def __init__(self):
-        self.logs: list[dict[str, Any]] = []
-
-    def on_log(self, args, state, control, logs=None, **_):
-        self.logs.append(dict(logs))
-
-
 def mlflow_reporter():
     """The callback of Transformers, over an MLflow that only notes its calls."""
     callback = MLflowCallback.__new__(MLflowCallback)
@@ -149,7 +129,9 @@ def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", active)
     monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", str(every))
     capsys.readouterr()
-    trainer, reporter, own = make_trainer(tmp_path, max_steps=5), mlflow_reporter(), Seen()
+    trainer = make_trainer(tmp_path, max_steps=5)
+    reporter, own, seen = mlflow_reporter(), TrainerCallback(), []
+    own.on_log = lambda *_, logs, **__: seen.append(dict(logs))
     place = 0 if before_the_others else len(trainer.callback_handler.callbacks)
     trainer.callback_handler.callbacks[place:place] = [reporter, own]
     trainer.train()
@@ -164,7 +146,7 @@ def test_only_reporting_callbacks_see_the_metrics_and_each_step_once(
     assert any(isinstance(one, PrinterCallback) for one in trainer.callback_handler.callbacks)
     assert "'loss'" in (printed := capsys.readouterr().out)
     assert "offload/" not in printed
-    assert not any(key.startswith("offload/") for logs in own.logs for key in logs)
+    assert not any(key.startswith("offload/") for logs in seen for key in logs)
     json.dumps(trainer.state.log_history)
     keys = [[sorted(row) for row in one.state.log_history] for one in (trainer, plain)]
     assert keys[0] == keys[1]

@@ -10,11 +10,8 @@ writes the table of `docs/training_scripts.md`.
 import json
 import math
 import os
-import struct
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -32,12 +29,9 @@ DOCUMENT = ROOT / "docs" / "training_scripts.md"
 TABLE_VARIABLE = "SSD_OFFLOAD_SCRIPTS_TABLE"
 
 LAUNCHED = "`accelerate launch --config offload.yaml`"
+_LAUNCHED = ("transformers_trainer", "trl_sft", "trl_dpo", "peft_lora", "accelerate_loop")
 CHANGES = {
-    "transformers_trainer.py": LAUNCHED,
-    "trl_sft.py": LAUNCHED,
-    "trl_dpo.py": LAUNCHED,
-    "peft_lora.py": LAUNCHED,
-    "accelerate_loop.py": LAUNCHED,
+    **{f"{name}.py": LAUNCHED for name in _LAUNCHED},
     "lightning_cli.py": "`--trainer.strategy=ssd_offload`",
 }
 NEEDS = ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb")
@@ -50,8 +44,6 @@ RATES = {
 }
 GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier", "waits"}
 
-Results = Mapping[str, Mapping[str, Any]]
-
 
 def run_all(home):
     """What the scripts printed and moved; one process, as most of the time goes into imports."""
@@ -59,23 +51,22 @@ def run_all(home):
     # Tiny models have little that is worth to be moved.
     shipped["ssd_offload_config"]["activations"] |= {"min_size": "1KiB", "budget": "100%"}
     (home / "offload.yaml").write_text(yaml.safe_dump(shipped))
-    runs: dict[str, tuple[list[str], list[str]]] = {}
+    runs = {}
     for name, change in CHANGES.items():
         launched = [], REPORT if name in REPORTING else []
-        runs[str(SCRIPTS / name)] = (
-            launched if change == LAUNCHED else (["fit"], [change.strip("`")])
-        )
+        by_flag = ["fit"], [change.strip("`")]
+        runs[str(SCRIPTS / name)] = launched if change == LAUNCHED else by_flag
     variables = {
         "SSD_OFFLOAD_METRICS_EVERY": "3",
         "TENSORBOARD_LOGGING_DIR": str(home / "board"),
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(home),
+        "PYTHONPATH": str(ROOT),
     }
     twice = [str(ROOT / "tests" / "integrations" / "twice.py"), "results.json", json.dumps(runs)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
     succeeded(python(*launcher, *twice, home=home, variables=variables, timeout=280))
-    found: Results = json.loads((home / "results.json").read_text())
-    return found
+    return json.loads((home / "results.json").read_text())
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
@@ -91,8 +82,7 @@ def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
             assert offloaded[key] == plain[key], script
         assert plain["engines"] == 0
         assert not offloaded["prints metrics"]
-        for client, moved in offloaded["moved"].items():
-            assert moved > 0, (script, client)
+        assert min(offloaded["moved"].values()) > 0, script
     written = table(results)
     if target := os.environ.get(TABLE_VARIABLE):
         Path(target).write_text(written)
@@ -101,10 +91,10 @@ def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
         # Moved bytes depend on how far the disk keeps up; all else is as in the document.
         beginning = "|".join(line.split("|")[:4])
         assert any(other.startswith(beginning) for other in lines), beginning
-    check_reports(tmp_path)
+    check_reports(tmp_path, results)
 
 
-def check_reports(home):
+def check_reports(home, results):
     """Loggers have the metrics at the steps of the losses, of each of the scripts."""
     scalars = tensorboard_scalars(home / "board")
     assert [step for step, _ in scalars["train/loss"]] == len(REPORTING) * [*range(1, 9)]
@@ -117,32 +107,12 @@ def check_reports(home):
         assert all(math.isfinite(value) for _, value in scalars[name])
     assert scalars[WRITTEN][0][1] < scalars[WRITTEN][3][1]
 
-    files = list(home.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == len(REPORTING)
-    for file in files:
-        rows = [row for row in wandb_rows(file) if WRITTEN in row]
+    assert len([*home.glob("wandb/offline-run-*/run-*.wandb")]) == len(REPORTING)
+    for script in REPORTING:
+        rows = [row for row in results[script]["offloaded"]["rows"] if WRITTEN in row]
         assert [row["train/global_step"] for row in rows] == [1, 4, 7, 8]
         assert all("train/loss" in row for row in rows[:-1])
         assert {name for name in rows[0] if "offload/" in name} == ours
-
-
-def wandb_rows(file):
-    """What an offline run of W&B has logged, row by row."""
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    content, place, record = file.read_bytes(), 7, b""
-    while place + 7 <= len(content):  # LevelDB's log format, in blocks of 32 KiB
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind not in (1, 4):  # the whole record, or its last part
-            continue
-        parsed, record = records.Record.FromString(record), b""
-        if parsed.WhichOneof("record_type") == "history":
-            items = parsed.history.item
-            yield {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
 
 
 def test_the_scripts_mention_nothing_of_ours():
@@ -192,18 +162,18 @@ def launch(monkeypatch, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("options", "active"),
+    "options",
     [
-        (["--config_file", "plain.yaml"], False),
-        (["--config_file", "offload.yaml"], True),
-        (["--config", "offload.yaml"], True),
-        (["--num_processes", "1", "--config=presets/by_path.yaml"], True),
+        "--config_file plain.yaml",
+        "--config_file offload.yaml",
+        "--config offload.yaml",
+        "--num_processes 1 --config=presets/by_path.yaml",
     ],
-    ids=["plain", "config_file", "config", "config="],
 )
-def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
-    home, monkeypatch, capfd, options, active
+def test_the_section_reaches_the_script_which_keeps_its_arguments(
+    home, monkeypatch, capfd, options
 ):
+    active = "plain" not in options
     (home / "given.py").write_text(GIVEN)
     (home / "presets").mkdir()
     launch_file(home, "plain.yaml")
@@ -213,7 +183,7 @@ def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
     outer = {"optimizer": {"enabled": False}}
     monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(outer))
     own = ["--config", "of the script", "--config_file=its"]
-    launch(monkeypatch, *options, "given.py", *own)
+    launch(monkeypatch, *options.split(), "given.py", *own)
     arguments, (switch, config) = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert arguments == own
     assert switch == ("true" if active else None)
@@ -229,9 +199,7 @@ def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
     ],
     ids=["typo", "preset", "megatron"],
 )
-def test_a_wrong_section_is_refused_before_the_script_starts(
-    home, monkeypatch, section, more, message
-):
+def test_a_wrong_section_is_refused_before_the_script(home, monkeypatch, section, more, message):
     launch_file(home, "offload.yaml", ssd_offload_config=section, **more)
     (home / "train.py").write_text("open('started', 'w').close()")
     with pytest.raises(SystemExit) as ended:
@@ -254,29 +222,22 @@ def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path):
 
 
 @pytest.mark.parametrize("distributed", ["NO", "DEEPSPEED", "MULTI_CPU", "FSDP"])
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_launch_files_are_yaml_or_json_and_may_name_several_processes(
-    tmp_path, distributed, suffix
-):
-    path = tmp_path / f"offload.{suffix}"
-    write: Any = json.dumps if suffix == "json" else yaml.safe_dump
+@pytest.mark.parametrize("write", [yaml.safe_dump, json.dumps])
+def test_launch_files_are_yaml_or_json_and_may_name_several_processes(tmp_path, distributed, write):
+    path = tmp_path / f"offload.{'json' if write is json.dumps else 'yaml'}"
     path.write_text(write({"distributed_type": distributed, "ssd_offload_config": SECTION}))
     assert load_config_from_file(str(path)).ssd_offload_config == SECTION
     variables = environment_for(str(path))
     assert json.loads(variables["SSD_OFFLOAD_CONFIG"]) == SECTION
     assert variables["ACCELERATE_USE_SSD_OFFLOAD"] == "true"
-
-
-def test_an_empty_section_means_the_defaults(tmp_path):
+    # An empty section means the defaults, and none no offload.
     path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=None)
     assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"
     for plain in (None, str(launch_file(tmp_path, "plain.yaml"))):
         assert environment_for(plain) == {}
 
 
-def test_processes_on_the_cpu_get_the_settings_of_an_allocator_that_leaves_gaps(
-    tmp_path, monkeypatch
-):
+def test_processes_on_the_cpu_get_the_settings_of_a_better_allocator(tmp_path, monkeypatch):
     path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     for version, given in (("glibc 2.39", False), ("musl 1.2", False), ("glibc 2.36", True)):

@@ -24,6 +24,7 @@ from wrapt import register_post_import_hook
 ACTIVE = "ACCELERATE_USE_SSD_OFFLOAD"
 
 engines: list[Any] = []
+rows: list[dict[str, Any]] = []
 
 
 def remember_engines(module: Any) -> None:
@@ -42,13 +43,29 @@ def remember_engines(module: Any) -> None:
     module.OffloadEngine = Remembered
 
 
+def remember_rows(module: Any) -> None:
+    """Keep the rows that scripts give to W&B."""
+    log = module.Run.log
+
+    def remembered(run: Any, row: dict[str, Any], *args: Any, **options: Any) -> None:
+        rows.append(dict(row))
+        log(run, row, *args, **options)
+
+    module.Run.log = remembered
+
+
 def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script as `__main__`, and return its losses, its weights' digest and bytes moved."""
+    rows.clear()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         variables = runpy.run_path(str(path), run_name="__main__")
     sys.path.remove(str(path.parent))
+    # Not before the first script has imported frameworks by itself.
+    from tests.integrations.accelerate_runs import forget_accelerator
+    from tests.training import left_bytes
+
     if "wandb" in sys.modules:
         sys.modules["wandb"].finish()
     gc.collect()
@@ -59,8 +76,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         engine = engines.pop()
         engine.close()
         for client in moved:
-            for verb in ("written", "forwarded"):
-                moved[client] += engine.at_the_end[f"offload/{client}/{verb}_bytes"]
+            moved[client] += left_bytes(engine.at_the_end, client)
     del variables
     forget_accelerator()
     return {
@@ -69,21 +85,14 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "prints metrics": "offload/" in printed.getvalue(),
         "engines": count,
         "moved": moved,
+        "rows": [*rows],
     }
-
-
-def forget_accelerator() -> None:
-    """Accelerate keeps its state in classes."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def main(results: str, runs: str) -> None:
     """See the module."""
     register_post_import_hook(remember_engines, "offload_strategy.engine.offload_engine")
+    register_post_import_hook(remember_rows, "wandb.sdk.wandb_run")
     found: dict[str, Any] = {}
     active = os.environ.pop(ACTIVE)
     for path, (arguments, options) in json.loads(runs).items():

@@ -43,8 +43,7 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
     how = "with" if offloads else "without"
     kept = options.keep and options.keep / f"{tests.strip('/').replace('/', '-')}-{how}.json"
     if kept and kept.exists():
-        known: Outcomes = json.loads(kept.read_text())
-        return known
+        return json.loads(kept.read_text())
     peer = PEERS[options.peer]
     with tempfile.TemporaryDirectory(prefix="peer-") as home:
         results, disk = Path(home, "results"), Path(home, "disk")

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -130,7 +129,7 @@ def loops(module: str, *names: str) -> None:
         Attached.__name__ = Attached.__qualname__ = original.__name__
         return Attached
 
-    place: ModuleType = importlib.import_module(module)
+    place: Any = importlib.import_module(module)
     for name in names:
         setattr(place, name, attaching(getattr(place, name)))
     call, depth = torch.nn.Module.__call__, [0]

@@ -61,8 +61,6 @@ def for_trl(checkout: Path) -> None:
             folder.mkdir(parents=True)
             path = checkout / f"scripts/generate_{name}_dataset.py"
             spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
             script = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(script)
             script.main(0.1, True, f"trl-internal-testing/{name}")

@@ -1,36 +1,24 @@
-"""What the ranks of `test_ranks` do: FSDP2."""
+"""FSDP2 on several ranks gives what it gives without offload; they compare by themselves."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.data_parallel_runs import STEPS, Net, check, config, run_steps, whole
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, whole
+from tests.distributed.ranks import run_ranks
 
 
-def build(low: bool = False, device: str = "cpu") -> tuple[nn.Module, list[nn.Parameter]]:
+def build(low=False, device="cpu"):
     torch.manual_seed(0)
     with torch.device(device):
         net = Net()
@@ -45,19 +33,19 @@ def build(low: bool = False, device: str = "cpu") -> tuple[nn.Module, list[nn.Pa
 
 
 def train(
-    rank: int,
-    engine: OffloadEngine | None,
+    rank,
+    engine,
     *,
-    optimizer: str = "AdamW",
-    low: bool = False,
-    steps: Sequence[int] = range(STEPS),
-    checkpoint: Path | None = None,
-    save_to: Path | None = None,
-    options: dict[str, Any] | None = None,
-    meta: bool = False,
-    source: Path | None = None,
-    **loop: Any,
-) -> dict[str, Any]:
+    optimizer="AdamW",
+    low=False,
+    steps=range(STEPS),
+    checkpoint=None,
+    save_to=None,
+    options=None,
+    meta=False,
+    source=None,
+    **loop,
+):
     """Train a sharded net; every rank has other data, the same whatever the number of ranks.
 
     With `meta` it is built on the meta device and initialized when it is attached, or by FSDP2's
@@ -70,28 +58,28 @@ def train(
         net.to_empty(device="cpu")
         net.head.weight = net.embedding.weight
         for module in (net.embedding, net.up, net.down, net.norm, net.spare):
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
         parameters = list(net.parameters())
     elif engine is not None and source is not None:
         assert engine.load_weights(net, source).missing == []
     made = getattr(torch.optim, optimizer)(parameters, lr=1e-2, **(options or {}))
-    used: Any = made if engine is None else engine.attach(net, made)
+    used = made if engine is None else engine.attach(net, made)
 
-    def states() -> dict[str, Any]:
+    def states():
         return {
-            "model": get_model_state_dict(net),
-            "optimizer": get_optimizer_state_dict(net, used),
+            "model": state_dicts.get_model_state_dict(net),
+            "optimizer": state_dicts.get_optimizer_state_dict(net, used),
         }
 
     if checkpoint is not None:
         loaded = states()
         load(loaded, checkpoint_id=checkpoint)
-        set_model_state_dict(net, loaded["model"])
-        set_optimizer_state_dict(net, used, loaded["optimizer"])
+        state_dicts.set_model_state_dict(net, loaded["model"])
+        state_dicts.set_optimizer_state_dict(net, used, loaded["optimizer"])
     world = dist.get_world_size()
     share = slice(rank * (8 // world), (rank + 1) * (8 // world))
 
-    def tokens_of(step: int, micro: int) -> torch.Tensor:
+    def tokens_of(step, micro):
         data = torch.Generator().manual_seed(10 * step + micro)
         return torch.randint(0, 96, (8, 17), generator=data)[share]
 
@@ -105,7 +93,8 @@ def train(
         for name, value in state.items()
         if name != "step"
     }
-    full = get_optimizer_state_dict(net, used, options=StateDictOptions(full_state_dict=True))
+    options = state_dicts.StateDictOptions(full_state_dict=True)
+    full = state_dicts.get_optimizer_state_dict(net, used, options=options)
     return {
         **found,
         "weights": whole(net.state_dict()),
@@ -117,7 +106,7 @@ def train(
 
 FIRST_HALF, SECOND_HALF = range(STEPS // 2), range(STEPS // 2, STEPS)
 #: What is trained, and the overlaps with which.
-CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+CASES = [
     ({}, ("commit", "eager", "off")),
     ({"accumulation": 3}, ("eager",)),
     ({"accumulation": 3, "clip": 0.5, "low": True}, ("commit",)),
@@ -130,21 +119,14 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 #: Small blocks, of which two are in memory.
 STREAMED = {"enabled": True, "min_size": "1KiB", "blocks_in_flight": 2}
 #: What is saved with offload: without streamed weights, and with them.
-KINDS: dict[str, dict[str, Any]] = {"commit": {"enabled": False}, "streamed": STREAMED}
+KINDS = {"commit": {"enabled": False}, "streamed": STREAMED}
 
 
-def engine_of(directory: Path, overlap: str, parameters: dict[str, Any]) -> OffloadEngine:
+def engine_of(directory, overlap, parameters):
     return OffloadEngine({**config(directory, overlap), "parameters": parameters})
 
 
-def offloaded(
-    directory: Path,
-    case: Any,
-    plain: dict[str, Any],
-    run: Callable[..., Any],
-    overlap: str = "commit",
-    parameters: dict[str, Any] = KINDS["commit"],
-) -> dict[str, Any]:
+def offloaded(directory, case, plain, run, overlap="commit", parameters=KINDS["commit"]):
     """Check a run with offload against a plain one, and return it."""
     with engine_of(directory, overlap, parameters) as engine:
         ours = run(engine)
@@ -154,16 +136,14 @@ def offloaded(
     return ours
 
 
-def against_plain(rank: int, directory: Path) -> None:
+def against_plain(rank, directory):
     """Every overlap beside plain FSDP2, without streamed weights and with them."""
     for case, overlaps in CASES:
         run = partial(train, rank, **case)
         plain = run(None)
         for overlap in overlaps:
-            kinds = [
-                offloaded(directory, case, plain, run, overlap, parameters)
-                for parameters in KINDS.values()
-            ]
+            settings = directory, case, plain, run, overlap
+            kinds = [offloaded(*settings, parameters) for parameters in KINDS.values()]
             metrics = [ours["metrics"] for ours in kinds]
             if overlap == "commit" and "clip" not in case:
                 ahead = [of["offload/optimizer/speculated_steps"] for of in metrics]
@@ -176,13 +156,13 @@ def against_plain(rank: int, directory: Path) -> None:
                 assert [ours["kinds"] for ours in kinds] == 2 * [["DTensor"]]
 
 
-def two_ranks(rank: int, directory: Path) -> None:
+def two_ranks(rank, directory):
     """All that a rank of two does."""
     for work in (against_plain, first_half, loaded, tensor_parallel, refusals):
         work(rank, directory)
 
 
-def loaded(rank: int, directory: Path) -> None:
+def loaded(rank, directory):
     """Models that never fit whole: loaded from safetensors, and initialized by their modules."""
     source = directory / "safetensors"
     if rank == 0:
@@ -197,7 +177,7 @@ def loaded(rank: int, directory: Path) -> None:
             offloaded(directory, str(case), plain, run, parameters=KINDS[kind])
 
 
-def first_half(rank: int, directory: Path) -> None:
+def first_half(rank, directory):
     """Train half of the steps and save, without offload and with it."""
     train(rank, None, steps=FIRST_HALF, save_to=directory / "checkpoint-None")
     for saved, parameters in KINDS.items():
@@ -205,10 +185,10 @@ def first_half(rank: int, directory: Path) -> None:
             train(rank, engine, steps=FIRST_HALF, save_to=directory / f"checkpoint-{saved}")
 
 
-def second_half(rank: int, directory: Path, source: str) -> None:
+def second_half(rank, directory, source):
     """Load what two ranks saved, with and without offload; train the other half."""
 
-    def run(saved: str | None, engine: OffloadEngine | None) -> dict[str, Any]:
+    def run(saved, engine):
         checkpoint = Path(source) / f"checkpoint-{saved}"
         return train(rank, engine, steps=SECOND_HALF, checkpoint=checkpoint)
 
@@ -226,7 +206,7 @@ def second_half(rank: int, directory: Path, source: str) -> None:
             engine.attach(net)
 
 
-def parallel() -> nn.Module:
+def parallel():
     """A net of which two ranks compute two layers together."""
     torch.manual_seed(0)
     net = Net()
@@ -235,16 +215,16 @@ def parallel() -> nn.Module:
     return net
 
 
-def tensor_parallel(rank: int, directory: Path) -> None:
+def tensor_parallel(rank, directory):
     """Layers that two ranks compute together, which are updated part by part."""
 
-    def run(engine: OffloadEngine | None) -> dict[str, Any]:
+    def run(engine):
         net = parallel()
         assert sum(isinstance(p, DTensor) for p in net.parameters()) == 4  # two layers
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        used: Any = made if engine is None else engine.attach(net, made)
+        used = made if engine is None else engine.attach(net, made)
 
-        def tokens_of(step: int, micro: int) -> torch.Tensor:
+        def tokens_of(step, micro):
             """All ranks compute the same batch."""
             data = torch.Generator().manual_seed(step)
             return torch.randint(0, 96, (4, 17), generator=data)
@@ -260,13 +240,13 @@ def tensor_parallel(rank: int, directory: Path) -> None:
         offloaded(directory, "tensor parallel", plain, run, overlap)
 
 
-def refusals(rank: int, directory: Path) -> None:
+def refusals(rank, directory):
     """What is refused of sharded models, before any step."""
 
     class Centred(torch.optim.SGD):
         """Looks at all elements of a gradient together."""
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure=None):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -284,3 +264,14 @@ def refusals(rank: int, directory: Path) -> None:
         settings = {**config(directory, "commit"), **sections}
         with OffloadEngine(settings) as engine, pytest.raises(ConfigError, match=message):
             engine.attach(net, optimizer(net.parameters(), lr=0.1))
+
+
+# One test for what the ranks did: pytest-xdist would run them again for others.
+def test_sharded_training_gives_what_it_gives_without_offload(tmp_path):
+    run_ranks("tests.distributed.test_sharded:two_ranks", tmp_path)
+    # A checkpoint of two ranks goes on with one and with four.
+    for size in (1, 4):
+        place = tmp_path / str(size)
+        place.mkdir()
+        where = "tests.distributed.test_sharded:second_half"
+        run_ranks(where, place, size, source=str(tmp_path))

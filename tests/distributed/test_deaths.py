@@ -1,4 +1,4 @@
-"""What `test_deaths` runs: data-parallel training of which a rank comes to an end.
+"""A rank that dies takes the job down: in time, with a message that names it, and with no file.
 
 A rank is killed in the middle of "backward" or "step", or has an "error" of its own in an update.
 torchrun may start the ranks again.
@@ -10,30 +10,30 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine, load, save
-from tests.distributed import data_parallel_runs
-from tests.distributed.data_parallel_runs import Net, config, different, loss_of
+from tests.distributed.loops import Net, config, different, loss_of
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_ranks import train as data_parallel
 
 RANKS = 3
 VICTIM = 2
 
 
-def train(rank: int, how: str, tier: Path, notes: Path) -> None:
+def train(rank, how, tier, notes):
     """Train until rank 2 is gone; a loop that goes on says so."""
     (notes / f"process-{rank}").write_text(str(os.getpid()))
     store = f"file://{notes}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     trained = 0
 
-    def end(moment: str) -> None:
+    def end(moment):
         if rank == VICTIM and trained == 2 and moment == ("step" if how == "error" else how):
             (notes / "died").write_text(str(time.time()))
             if how == "error":
@@ -41,7 +41,7 @@ def train(rank: int, how: str, tier: Path, notes: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     class Adam(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             end("step")
             return super().step(closure)
 
@@ -61,9 +61,7 @@ def train(rank: int, how: str, tier: Path, notes: Path) -> None:
     (notes / "to-the-end").touch()
 
 
-def by_themselves(
-    rank: int, directory: Path, tier: str, ways: list[str]
-) -> dict[str, dict[int, list[float]]]:
+def by_themselves(rank, directory, tier, ways):
     """Ranks that no launcher looks after; their exit statuses, and the seconds until then.
 
     Their output goes to files.
@@ -82,7 +80,7 @@ def by_themselves(
                 train(rank, how, Path(tier), notes)
                 sys.exit()
             ranks[process] = how, rank
-    found: dict[str, dict[int, list[float]]] = {how: {} for how in ways}
+    found = {how: {} for how in ways}
     while ranks:
         process, status = os.wait()
         how, rank = ranks.pop(process)
@@ -95,7 +93,7 @@ def by_themselves(
 STEPS, EVERY, KILLED_AFTER = 8, 3, 4
 
 
-def restarted(rank: int, directory: Path, tier: str) -> None:
+def restarted(rank, directory, tier):
     """Start two ranks as torchrun does, but forked, and again after one was killed."""
     # From the launcher's own store ranks that are started again may read where the old ones
     # listened (torch 2.13, with or without offload).
@@ -107,7 +105,7 @@ def restarted(rank: int, directory: Path, tier: str) -> None:
     elastic_launch(launched, train_and_compare)(Path(tier), directory)
 
 
-def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> dict[str, Any]:
+def train_on(engine, checkpoint, doomed):
     """Train to the end, from the checkpoint if there is one.
 
     A rank is killed between two checkpoints; the ranks that torchrun starts again go on from the
@@ -117,7 +115,7 @@ def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> di
     saved = load(checkpoint) if checkpoint.exists() else None
     first = 0 if saved is None else saved["step"]
 
-    def after(step: int, net: nn.Module, optimizer: Any) -> None:
+    def after(step, net, optimizer):
         if doomed and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
         if engine is not None and (step + 1) % EVERY == 0:
@@ -128,11 +126,11 @@ def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> di
             dist.barrier()
 
     steps = range(first, STEPS)
-    found = data_parallel_runs.train(rank, engine, states=saved, steps=steps, after=after)
+    found = data_parallel(rank, engine, states=saved, steps=steps, after=after)
     return {**found, "first": first}
 
 
-def train_and_compare(tier: Path, notes: Path) -> None:
+def train_and_compare(tier, notes):
     """Train, be killed, train again, and compare with training that nothing interrupts."""
     dist.init_process_group("gloo")
     rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -147,3 +145,35 @@ def train_and_compare(tier: Path, notes: Path) -> None:
     found = {"restarts": restarts, "first": first, "moved": moved, "differs": differs}
     (notes / f"found-{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- what came of it
+def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gone(tmp_path, disk):
+    ways = ["backward", "step", "error"]
+    where = "tests.distributed.test_deaths:by_themselves"
+    (found,) = run_ranks(where, tmp_path, size=1, group=False, tier=str(disk), ways=ways)
+    for how in ways:
+        files = [file for file in (tmp_path / how).iterdir() if file.name != "store"]
+        notes = {file.name: file.read_text() for file in files}
+        assert "to-the-end" not in notes
+        for rank in range(3):
+            status, seconds_after = found[how][str(rank)]
+            said = notes[f"output-{rank}"]
+            assert not psutil.pid_exists(int(notes[f"process-{rank}"]))
+            assert float(notes[f"moved-{rank}"]) > 0
+            assert seconds_after < 30
+            if rank != 2:
+                assert f"rank 2 (process {notes['process-2']})" in said, said
+            elif how == "error":
+                assert "OSError: an update failed" in said
+            assert status == (-9 if rank == 2 and how != "error" else 1), said
+
+
+def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(tmp_path, disk):
+    where = "tests.distributed.test_deaths:restarted"
+    run_ranks(where, tmp_path, size=1, group=False, tier=str(disk))
+    for rank in range(2):
+        assert not psutil.pid_exists(int((tmp_path / f"process-{rank}-0").read_text()))
+        found = json.loads((tmp_path / f"found-{rank}").read_text())
+        assert (found["restarts"], found["first"], found["differs"]) == (1, 3, [])
+        assert found["moved"] > 0

@@ -1,11 +1,8 @@
-"""What the ranks of `test_ranks` do: frameworks, each with plain training beside offloaded."""
+"""Frameworks on two ranks: the numbers and checkpoints of plain training, which runs beside."""
 
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning  # noqa: F401
@@ -14,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -22,30 +18,32 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from offload_strategy import ConfigError
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.data_parallel_runs import Net, check, config, different, loss_of, same, whole
-from tests.distributed.sharded_runs import STREAMED
+from tests.distributed.loops import Net, check, config, different, loss_of, same, whole
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_sharded import STREAMED
+from tests.integrations import lightning_runs
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
 
-def use(sections: dict[str, Any], *, accelerate: bool = False) -> None:
+def use(sections, *, accelerate=False):
     """Put a config into the environment."""
     os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(sections)
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = str(int(accelerate))
 
 
-def batches_of(rows: int, **options: Any) -> DataLoader[Any]:
+def batches_of(rows, **options):
     tokens = torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(tokens), batch_size=4, **options)
 
 
-def fresh() -> tuple[Net, torch.optim.Optimizer]:
+def fresh():
     torch.manual_seed(0)
     net = Net()
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
-def outcome(net: nn.Module, losses: list[str], states: Any, engine: Any) -> dict[str, Any]:
+def outcome(net, losses, states, engine):
     return {
         "losses": losses,
         "weights": whole({name: value.clone() for name, value in net.state_dict().items()}),
@@ -54,30 +52,22 @@ def outcome(net: nn.Module, losses: list[str], states: Any, engine: Any) -> dict
     }
 
 
-def two_epochs(
-    loader: Any,
-    micro_batch: Callable[[int, torch.Tensor], torch.Tensor],
-    save: Callable[[], Any],
-    load: Callable[[], Any] | None,
-) -> list[str]:
+def two_epochs(loader, micro_batch, save, load):
     """Train and save in the middle, or go on from there; the losses of the second epoch."""
-    losses = []
-    if load is not None:
+
+    def epoch():
+        return [micro_batch(n, tokens).item().hex() for n, (tokens,) in enumerate(loader, start=1)]
+
+    if load is None:
+        epoch()
+        save()
+    else:
         load()
-    for epoch in (0, 1) if load is None else (1,):
-        if epoch == 1 and load is None:
-            save()
-        for index, (tokens,) in enumerate(loader, start=1):
-            loss = micro_batch(index, tokens).item()
-            if epoch == 1:
-                losses.append(loss.hex())
-    return losses
+    return epoch()
 
 
 # ---------------------------------------------------------------------- Fabric
-def fabric_fit(
-    family: str, strategy: str, clip: bool, place: Path, name: str, resumed: str | None = None
-) -> dict[str, Any]:
+def fabric_fit(family, strategy, clip, place, name, resumed=None):
     """Train with accumulation and save a file of this name, or go on from that of another run."""
     fabric = importlib.import_module(family).Fabric(strategy=strategy, devices=2, accelerator="cpu")
     fabric.launch()
@@ -86,7 +76,7 @@ def fabric_fit(
     loader = fabric.setup_dataloaders(batches_of(48))
     state = {"model": model, "optimizer": optimizer}
 
-    def micro_batch(index: int, tokens: torch.Tensor) -> torch.Tensor:
+    def micro_batch(index, tokens):
         with fabric.no_backward_sync(model, enabled=index % 3 > 0):
             loss = loss_of(model, tokens)
             fabric.backward(loss)
@@ -108,7 +98,7 @@ def fabric_fit(
     return {**found, "class": type(fabric.strategy).__name__}
 
 
-def with_fabric(rank: int, directory: Path) -> None:
+def with_fabric(rank, directory):
     """Both Fabrics, with DDP and with ours: from the start, and from each other's file."""
     for family, clip in (("lightning.fabric", True), ("lightning_fabric", False)):
         place = directory / family
@@ -130,22 +120,14 @@ def with_fabric(rank: int, directory: Path) -> None:
         importlib.import_module(family).Fabric(strategy="ssd_offload", devices=2, accelerator="cpu")
 
 
-def check_with_strategy(
-    plain: dict[str, Any],
-    ours: dict[str, Any],
-    *case: Any,
-    kind: str = "DataParallel",
-    **moved: Any,
-) -> None:
+def check_with_strategy(plain, ours, *case, kind="DataParallel", **moved):
     """Check a run with a strategy of ours."""
     assert ours.pop("class") == f"SSDOffload{kind}Strategy"
     check(case, {key: plain[key] for key in ours}, ours, **moved)
 
 
 # ---------------------------------------------------------------------- Accelerate
-def accelerate_fit(
-    directory: Path, sections: Any, source: Path | None = None, sharded: bool = False
-) -> dict[str, Any]:
+def accelerate_fit(directory, sections, source=None, sharded=False):
     """Train with accumulation, clipping and a scheduler, by FSDP version 2 if it is sharded.
 
     Accelerate shards on accelerators alone, and ignores FSDP on the CPU. Its code runs all the same
@@ -166,7 +148,7 @@ def accelerate_fit(
     prepared = accelerator.prepare(net, optimizer, batches_of(48), scheduler)
     model, optimizer, loader, scheduler = prepared
 
-    def micro_batch(index: int, tokens: torch.Tensor) -> torch.Tensor:
+    def micro_batch(index, tokens):
         with accelerator.accumulate(model):
             loss = loss_of(model, tokens)
             accelerator.backward(loss)
@@ -177,7 +159,7 @@ def accelerate_fit(
             optimizer.zero_grad()
         return loss.detach()
 
-    def save() -> None:
+    def save():
         accelerator.save_state(directory)
         accelerator.wait_for_everyone()
 
@@ -191,7 +173,7 @@ def accelerate_fit(
     return found
 
 
-def with_accelerate(rank: int, directory: Path) -> None:
+def with_accelerate(rank, directory):
     """Plain and offloaded loops, data-parallel and sharded, and resumed from each other's files."""
     for sharded in (False, True):
         folders = {name: directory / f"{name}-{sharded}" for name in ("plain", "ours")}
@@ -209,14 +191,12 @@ def with_accelerate(rank: int, directory: Path) -> None:
 
 
 # ---------------------------------------------------------------------- Trainer
-def trainer_fit(
-    directory: Path, lora: bool, offload: bool, source: Path | None, target: Path
-) -> dict[str, Any]:
+def trainer_fit(directory, lora, offload, source, target):
     """Train with accumulation and clipping, and save in the middle; or from there on."""
-    use(config(directory / "tier", "commit"), accelerate=offload)
+    use(config(directory / "disk", "commit"), accelerate=offload)
     set_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **shape))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **shape))
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -243,14 +223,14 @@ def trainer_fit(
     return {**outcome(trainer.model, losses, states, engine), "norms": norms}
 
 
-def trainer_files(checkpoint: Path) -> dict[str, Any]:
+def trainer_files(checkpoint):
     """What a checkpoint holds, apart from how and when it was made."""
     found = {file.name: file.read_bytes() for file in checkpoint.glob("*.safetensors")}
     states = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     return {**found, "names": sorted(file.name for file in checkpoint.iterdir()), "states": states}
 
 
-def with_the_trainer(rank: int, directory: Path) -> None:
+def with_the_trainer(rank, directory):
     """A model as it is, and with LoRA: plainly, offloaded, and resumed from either's files."""
     for lora in (False, True):
         folders = {offload: directory / f"{'lora' * lora}-{offload}" for offload in (False, True)}
@@ -269,56 +249,39 @@ def with_the_trainer(rank: int, directory: Path) -> None:
 
 
 # ---------------------------------------------------------------------- Lightning
-class Behaviour:
-    """A net, its loss and its data, for either install's `LightningModule`."""
+class Behaviour(lightning_runs.Behaviour):
+    """With a net for tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    def __init__(self):
+        super().__init__(scheduler=True)
         self.net = Net()
-        self.losses: list[str] = []
 
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss = loss_of(self.net, batch[0])
-        self.losses.append(loss.item().hex())
-        return loss
+    def loss(self, batch):
+        return loss_of(self.net, batch[0])
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return batches_of(56, shuffle=True)
 
 
 class Sharded(Behaviour):
     """The same with FSDP2."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         if not isinstance(self.net, FSDPModule):
             for block in (self.net.up, self.net.down, self.net.spare, self.net):
                 fully_shard(block, mesh=mesh)
 
 
-def lightning_fit(
-    family: str,
-    behaviour: type,
-    strategy: Any,
-    place: Path,
-    name: str,
-    resumed: str | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def lightning_fit(family, behaviour, strategy, place, name, resumed=None, **options):
     """Train two epochs with accumulation, or the second from the checkpoint of another run."""
     pl = importlib.import_module(family)
     pl.seed_everything(5, verbose=False)
-    module = type("Module", (behaviour, pl.LightningModule), {})()
-    trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, accumulate_grad_batches=3,
-        callbacks=[pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)],
-        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    module = lightning_runs.make_module(pl, behaviour)
+    saving = pl.callbacks.ModelCheckpoint(place / name, filename="{epoch}", save_top_k=-1)
+    options |= {"max_epochs": 2, "max_steps": -1, "enable_checkpointing": True, "devices": 2}
+    options |= {"accumulate_grad_batches": 3, "callbacks": [saving]}
+    trainer = lightning_runs.make_trainer(pl, place, strategy, **options)
     trainer.fit(module, ckpt_path=None if resumed is None else place / resumed / "epoch=0.ckpt")
     engine = getattr(trainer.strategy, "offload_engine", None)
     states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))
@@ -330,7 +293,7 @@ def lightning_fit(
     return {**found, "class": type(trainer.strategy).__name__}
 
 
-def with_lightning(rank: int, directory: Path) -> None:
+def with_lightning(rank, directory):
     """Data-parallel and sharded; the second install gets a short run."""
     runs = [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")]
     data_parallel(FAMILIES[0], directory / "clipped", 0.5, runs)
@@ -339,9 +302,7 @@ def with_lightning(rank: int, directory: Path) -> None:
     data_parallel(FAMILIES[1], directory / "short", 0.5, runs[:1])
 
 
-def data_parallel(
-    family: str, place: Path, clip: float | None, runs: Iterable[tuple[str, str, str | None]]
-) -> None:
+def data_parallel(family, place, clip, runs):
     """Two processes with "ddp" and with ours, from the start and from each other's checkpoints."""
     place.mkdir(exist_ok=True)
     options = {"gradient_clip_val": clip}
@@ -356,7 +317,7 @@ def data_parallel(
     dist.barrier()
 
 
-def fsdp(rank: int, family: str, directory: Path) -> None:
+def fsdp(rank, family, directory):
     """Two processes with Lightning's model-parallel strategy and with ours; checkpoints too."""
     directory.mkdir(exist_ok=True)
     pl = importlib.import_module(family)
@@ -366,7 +327,7 @@ def fsdp(rank: int, family: str, directory: Path) -> None:
         ("folder", [("commit", "ours", None), ("commit", "of plain", "plain")]),
     ):
         place = directory / kind
-        options: dict[str, Any] = {"save_distributed_checkpoint": kind == "folder"}
+        options = {"save_distributed_checkpoint": kind == "folder"}
         parallel = pl.strategies.ModelParallelStrategy(2, 1, **options)
         plain = lightning_fit(family, Sharded, parallel, place, "plain")
         for overlap, name, resumed in runs:
@@ -386,3 +347,13 @@ def fsdp(rank: int, family: str, directory: Path) -> None:
         keys = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
         assert [key for key in keys if not same(plain[key], one[key])] == []
     dist.barrier()
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "the_trainer", "lightning", "fabric"])
+def test_frameworks_give_the_numbers_and_checkpoints_of_plain_training(
+    tmp_path, disk, monkeypatch, framework
+):
+    if framework == "the_trainer":
+        pytest.importorskip("peft")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run_ranks(f"tests.distributed.test_frameworks:with_{framework}", tmp_path)
