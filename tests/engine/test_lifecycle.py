@@ -85,12 +85,16 @@ SURVIVE = f"""{BEGIN}
 import gc, random, threading, time
 random.seed(1)
 interrupts = 0
-go = threading.Semaphore(0)
+go, came = threading.Semaphore(0), threading.Event()
 def press():
     for _ in range(80):
         go.acquire()
         time.sleep(random.uniform(0, 0.02))
         os.kill(os.getpid(), signal.SIGINT)
+        # Python ignores what is raised while a weak reference is cleared.
+        while not came.wait(20):
+            os.kill(os.getpid(), signal.SIGINT)
+        came.clear()
 fingers = threading.Thread(target=press)
 fingers.start()
 for _ in range(80):
@@ -100,6 +104,7 @@ for _ in range(80):
             step()
     except KeyboardInterrupt:
         interrupts += 1
+        came.set()
 fingers.join()
 for _ in range(3):  # it goes on, and a checkpoint can be written
     loss = step()
