@@ -57,7 +57,8 @@ def main() -> int:
     same = len(
         {Rows.of(name, [x["answer"] for x in each], 0).losses for name, each in laps.items()}
     )
-    text = _table(laps)
+    figures = {name: [_per_step(lap) for lap in each] for name, each in laps.items()}
+    text = _table(figures)
     about = (
         f"{options.model} parameters in fp32, AdamW, 2 × 256 tokens, {cores()} cores, "
         f"{machine['kernel']}, torch {machine['torch']}; medians of {options.repeats} laps of "
@@ -70,7 +71,7 @@ def main() -> int:
         after = rest.partition(_END)[2]
         options.write.write_text(f"{before}{_BEGIN}\n{about}:\n\n{text}\n{_END}{after}")
     if options.json is not None:
-        found = {"machine": machine, "commit": commit(_ROOT), "about": about, "laps": _plain(laps)}
+        found = {"machine": machine, "commit": commit(_ROOT), "about": about, "laps": figures}
         options.json.write_text(json.dumps(found, indent=1))
     if same != 1:
         say("losses differ")
@@ -114,10 +115,9 @@ def _per_step(lap: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
-def _table(laps: dict[str, list[dict[str, Any]]]) -> str:
+def _table(figures: dict[str, list[dict[str, float]]]) -> str:
     medians = {}
-    for name, each in laps.items():
-        rows = [_per_step(lap) for lap in each]
+    for name, rows in figures.items():
         medians[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     plain = medians[PLAIN]
     lines = []
@@ -133,11 +133,6 @@ def _table(laps: dict[str, list[dict[str, Any]]]) -> str:
             more = [f"{medians[name][key] - plain[key]:+.2f}" for name in medians if name != PLAIN]
             lines.append((key, f"{plain[key]:.2f}", *more))
     return markdown_table(" | ".join(["seconds of the cores per step", *medians]), lines)
-
-
-def _plain(laps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """For JSON."""
-    return {name: [_per_step(lap) for lap in each] for name, each in laps.items()}
 
 
 def _options() -> argparse.Namespace:
