@@ -34,12 +34,16 @@ _WARM_UP_PASSES, _MOST_PASSES = 3, 40
 # ---------------------------------------------------------------------- steady steps
 def steady(options: Mapping[str, Any]) -> dict[str, Any]:
     """What steps of a `contender` with a `job` do on the device once everything is learned."""
-    job, kind = Job.of(options["job"]), options["device"]
+    job, kind, deadline = Job.of(options["job"]), options["device"], Deadline(options["seconds"])
     with TemporaryDirectory(prefix="benchmarks-gpu-", dir=options["dir"]) as directory:
         trainer = make(options["contender"], job, kind, Path(directory))
         try:
-            _steps(trainer, job, kind, _WARM_UP_STEPS)
-            torch.accelerator.synchronize()
+            for number in range(_WARM_UP_STEPS):
+                _steps(trainer, job, kind, 1)
+                torch.accelerator.synchronize()
+                if deadline.left < 0:
+                    told = f"{number + 1} steps took longer than {options['seconds']:.0f} s"
+                    raise Unavailable(told)
             look = _simulated if kind == device.SIMULATED else _traced
             found = {"steps": _TRACED_STEPS, **look(trainer, job, kind)}
             if trainer.engine is not None:

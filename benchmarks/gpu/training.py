@@ -56,8 +56,12 @@ def train(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _train(trainer: Trainer, job: Job, kind: str, deadline: Deadline, most: int) -> dict[str, Any]:
     numbers = iter(range(1 << 30))
+    exact: list[dict[str, Any]] = []
     with device.repeatable():
-        exact = [step(trainer, job, kind, next(numbers), bits=True) for _ in range(_EXACT_STEPS)]
+        while len(exact) < _EXACT_STEPS:
+            exact.append(step(trainer, job, kind, next(numbers), bits=True))
+            if deadline.left < 0:
+                raise Unavailable(f"no time was left after {len(exact)} steps")
     for _ in range(_WARM_UP_STEPS):
         step(trainer, job, kind, next(numbers))
     steps: list[dict[str, Any]] = []

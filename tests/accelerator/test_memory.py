@@ -220,7 +220,10 @@ def test_training_goes_on_after(disk, trouble, overlap):
             idle_memory()
         return [*found, *train(model, optimizer, range(3, 6)), weights(model)]
 
-    with OffloadEngine(settings(disk, optimizer={"overlap": overlap})) as engine:
+    config = settings(disk, optimizer={"overlap": overlap})
+    # What the batch that is too large saves until then has room in the tier.
+    config["tiers"][0]["capacity"] = "4GiB"
+    with OffloadEngine(config) as engine:
         assert_same_history(run(engine), run(None))
         idle_memory()
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
