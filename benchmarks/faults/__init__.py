@@ -1,5 +1,5 @@
 """Faults of storage, provoked for real, and what a training that meets them sees.
 
-`scenes` has each fault on its own disk; the tests check what came of it, and
+`disk_faults`, `call_faults` and `sharing` have the faults; the tests check what came of each, and
 `python -m benchmarks.io faults` prints it.
 """

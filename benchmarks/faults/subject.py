@@ -203,7 +203,7 @@ def observed(*directories: Path) -> Iterator[Outcome]:
             outcome.left += [f"file {name}" for name in sorted(names)]
 
 
-#: What the scenes themselves put on a disk.
+#: What the faults themselves put on a disk.
 FILLER = "filler"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import scenes, sharing
+from benchmarks.faults import call_faults, disk_faults, sharing
 from benchmarks.faults.subject import STEPS, Outcome
 from offload_strategy.errors import ConfigError, CorruptDataError, StorageError, TierFullError
 
@@ -69,21 +69,21 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault(
             "the disk has less than the capacity, at start",
-            scenes.too_large_a_capacity,
+            disk_faults.too_large_a_capacity,
             ConfigError,
             rf"'nvme0': capacity is 1 GiB, but {_MOUNT} has only .*Lower the capacity",
             steps=0,
         ),
         Fault(
             "the disk is full at start, no capacity given",
-            scenes.full_at_start,
+            disk_faults.full_at_start,
             ConfigError,
             rf"'nvme0': {_MOUNT} has too little free space \(.*B\).*Free some",
             steps=0,
         ),
         Fault(
             "others fill the disk while training",
-            scenes.filled_while_running,
+            disk_faults.filled_while_running,
             TierFullError,
             rf"no tier has room for .*nvme0: .* used at {_MOUNT}.*has 0 B available.*"
             r"free some space",
@@ -91,23 +91,23 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "the same, and there is a second tier",
-            scenes.filled_with_a_second_tier,
+            disk_faults.filled_with_a_second_tier,
         ),
         Fault(
             "others fill a disk without preallocation (ENOSPC on write)",
-            scenes.filled_without_preallocation,
+            disk_faults.filled_without_preallocation,
             TierFullError,
             rf"'nvme0': could not write .*B of .* at {_MOUNT}: .*No space left.*free some space",
         ),
         Fault(
             "EIO on write",
-            scenes.write_error,
+            disk_faults.write_error,
             StorageError,
             rf"'nvme0': could not write .*B of .* at {_MOUNT}: .*Input/output error.*system's log",
         ),
         Fault(
             "EIO on read, in backward",
-            scenes.read_error,
+            disk_faults.read_error,
             StorageError,
             rf"'nvme0': could not read .*B of .* at {_MOUNT}: .*Input/output error.*system's log",
             states=_OR_RAISES,
@@ -115,7 +115,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "EIO on read, within optimizer.step()",
-            scenes.read_error_in_step,
+            disk_faults.read_error_in_step,
             StorageError,
             rf"'nvme0': could not read .*B of optimizer at {_MOUNT}: .*Input/output error.*"
             r"had updated \d+ of \d+ subgroups: .*the last checkpoint",
@@ -125,38 +125,40 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "the disk answers EIO at start",
-            scenes.failed_before_start,
+            disk_faults.failed_before_start,
             ConfigError,
             rf"'nvme0': {_MOUNT} cannot be written and read: Input/output error.*Check the disk",
             steps=0,
         ),
-        Fault("the path is unmounted (umount -l) while training", scenes.unmounted_while_running),
+        Fault(
+            "the path is unmounted (umount -l) while training", disk_faults.unmounted_while_running
+        ),
         Fault(
             "the path is not there at start",
-            scenes.not_there_at_start,
+            disk_faults.not_there_at_start,
             ConfigError,
             rf"'nvme0' .*there is no directory '{_MOUNT}'.*mkdir -p",
             steps=0,
         ),
         Fault(
             "the path is mounted read-only at start",
-            scenes.read_only_at_start,
+            disk_faults.read_only_at_start,
             ConfigError,
             rf"'nvme0' .*'{_MOUNT}' is mounted read-only\. Remount it for writing",
             steps=0,
         ),
         Fault(
             "the kernel makes the file system read-only after an error",
-            scenes.read_only_while_running,
+            disk_faults.read_only_while_running,
             StorageError,
             rf"'nvme0': could not write .*B of .* at {_MOUNT}: .*Read-only file system",
             states=_OR_RAISES,
             steps=1,
         ),
-        Fault("mount -o remount,ro while training", scenes.remounted_while_running),
+        Fault("mount -o remount,ro while training", disk_faults.remounted_while_running),
         Fault(
             "a raw block device is made read-only",
-            scenes.read_only_device,
+            disk_faults.read_only_device,
             StorageError,
             r"'nvme0': could not write .*B of .* at /dev/nvme0n1: .*not permitted",
             states=_OR_RAISES,
@@ -164,60 +166,62 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "the directory is deleted while training",
-            scenes.deleted_directory,
+            disk_faults.deleted_directory,
             says=rf"{_MOUNT}/offload cannot hold a file .*scratch file in .* instead",
         ),
         Fault(
             "the device stalls (64 KiB/s) for a while",
-            scenes.stalled,
+            disk_faults.stalled,
             says=rf"waiting for {_MOUNT} to \w+ .*B for \d+ s; the path does not answer",
         ),
         Fault(
             "Ctrl-C, then close(), while the device stalls",
-            scenes.interrupted_while_stalled,
+            disk_faults.interrupted_while_stalled,
             KeyboardInterrupt,
             rf"waiting for {_MOUNT} to \w+ .*B for \d+ s",
             weights=("right", "half a step"),  # as with plain PyTorch, if it comes within step()
             steps=1,
         ),
-        Fault("reads and writes of a page at most", scenes.short_answers),
-        Fault("reads and writes of 1,000 bytes at most, buffered", scenes.odd_answers),
-        Fault("EAGAIN two times of three", scenes.try_again),
+        Fault("reads and writes of a page at most", call_faults.short_answers),
+        Fault("reads and writes of 1,000 bytes at most, buffered", call_faults.odd_answers),
+        Fault("EAGAIN two times of three", call_faults.try_again),
         Fault(
             "EAGAIN for ever",
-            scenes.try_again_for_ever,
+            call_faults.try_again_for_ever,
             StorageError,
             rf"'nvme0': could not \w+ .*B of .* at {_MOUNT}: .*Resource temporarily unavailable",
             states=_OR_RAISES,
             steps=1,
         ),
-        Fault("a storm of signals (EINTR)", scenes.signals),
+        Fault("a storm of signals (EINTR)", call_faults.signals),
         Fault(
             "flipped bytes on the disk",
-            scenes.flipped_bytes,
+            call_faults.flipped_bytes,
             CorruptDataError,
             r"'nvme0' at /dev/nvme0n1: .*B at offset \d+ are not what was written",
             states=("CorruptDataError",),
             steps=1,
         ),
-        Fault("lost writes: what was there before is still there", scenes.lost_writes, **_CORRUPT),
-        Fault("torn writes: half of each block", scenes.torn_writes, **_CORRUPT),
-        Fault("each write at the place of another", scenes.misdirected_writes, **_CORRUPT),
+        Fault(
+            "lost writes: what was there before is still there", call_faults.lost_writes, **_CORRUPT
+        ),
+        Fault("torn writes: half of each block", call_faults.torn_writes, **_CORRUPT),
+        Fault("each write at the place of another", call_faults.misdirected_writes, **_CORRUPT),
         Fault(
             "flipped bytes on the disk, io.checksum: off",
-            scenes.flipped_bytes_unnoticed,
+            call_faults.flipped_bytes_unnoticed,
             weights=("wrong",),
             states=("wrong",),
         ),
         Fault(
             "lost writes, io.checksum: off",
-            scenes.lost_writes_unnoticed,
+            call_faults.lost_writes_unnoticed,
             weights=("wrong",),
             states=("wrong",),
         ),
         Fault(
             "a thread dies while it writes a block",
-            scenes.dead_worker,
+            call_faults.dead_worker,
             StorageError,
             r"'nvme0': could not \w+ .*the thread that moved \d+ bytes .* was ended by SystemExit",
             states=_OR_RAISES,
@@ -225,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "threads die while they wait for work",
-            scenes.dead_idle_workers,
+            call_faults.dead_idle_workers,
             says=r"a thread of ssd-offload-io ended: SystemExit",
         ),
         Fault(

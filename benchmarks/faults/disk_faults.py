@@ -1,16 +1,14 @@
-"""Each fault of a single process, on its own disk."""
+"""Faults of a disk, as a single process sees them: full, failing, unmounted, read-only, stalled."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
-import itertools
 import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,9 @@ from unittest import mock
 
 from benchmarks.disks import LoopDisk, loop_disk, throttle
 from benchmarks.faults.making import (
-    SECONDS_OF_PATIENCE,
-    Change,
-    answers,
     cut,
     fill,
-    flip_bytes,
     impatient,
-    kill_worker,
     run,
     settled,
     tried,
@@ -39,27 +32,26 @@ from benchmarks.faults.subject import (
     Outcome,
     observed,
     settings,
-    threads,
     train,
 )
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.units import PAGE_BYTES, KiB, MiB
+from offload_strategy.units import KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.
-_DISK_BYTES = 160 * MiB
+DISK_BYTES = 160 * MiB
 
 
-def _trained(
+def trained(
     place: Path,
     happen: Callable[[LoopDisk], Faults] = lambda disk: {},
     before: Callable[[LoopDisk], object] = lambda disk: None,
     **sections: Any,
 ) -> Outcome:
     """Train on a disk of its own, to which something happens before the start or meanwhile."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+    with loop_disk(place, DISK_BYTES) as disk, observed(disk.directory) as outcome:
         before(disk)
         train(OffloadEngine(settings(disk.directory, **sections)), outcome, happen(disk))
     return outcome
@@ -68,18 +60,18 @@ def _trained(
 # ---------------------------------------------------------------------- no room
 def too_large_a_capacity(place: Path) -> Outcome:
     """The config asks for more than the disk has."""
-    return _trained(place, capacity="1GiB")
+    return trained(place, capacity="1GiB")
 
 
 def full_at_start(place: Path) -> Outcome:
     """The config names no capacity, and next to nothing is free."""
-    return _trained(place, before=lambda disk: fill(disk, leave=1 * MiB), capacity=None)
+    return trained(place, before=lambda disk: fill(disk, leave=1 * MiB), capacity=None)
 
 
 def filled_while_running(place: Path, *, second_tier: bool = False) -> Outcome:
     """Somebody else fills the disk after the first step, before all of the capacity is taken."""
     with contextlib.ExitStack() as stack:
-        disks = [stack.enter_context(loop_disk(place, _DISK_BYTES)) for _ in range(1 + second_tier)]
+        disks = [stack.enter_context(loop_disk(place, DISK_BYTES)) for _ in range(1 + second_tier)]
         # Otherwise the whole of this small capacity would be taken with the first ticket.
         stack.enter_context(mock.patch("offload_strategy.io.regions.region.GROWTH_BYTES", 64 * KiB))
         paths = [disk.directory for disk in disks]
@@ -100,7 +92,7 @@ def filled_without_preallocation(place: Path) -> Outcome:
     def refused(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+    with loop_disk(place, DISK_BYTES) as disk, observed(disk.directory) as outcome:
         engine = OffloadEngine(settings(disk.directory))
 
         def happen(engine: OffloadEngine) -> None:
@@ -118,7 +110,7 @@ def filled_without_preallocation(place: Path) -> Outcome:
 # ---------------------------------------------------------------------- a disk that fails
 def write_error(place: Path) -> Outcome:
     """Writes fail from the second step on; the states, which would be read, are elsewhere."""
-    return _trained(
+    return trained(
         place,
         lambda disk: {(1, BEFORE): lambda engine: cut(disk, engine), (1, FORWARDED): tried},
         optimizer={"enabled": False},
@@ -127,13 +119,13 @@ def write_error(place: Path) -> Outcome:
 
 def read_error(place: Path) -> Outcome:
     """Reads fail between forward and backward."""
-    return _trained(place, lambda disk: {(1, FORWARDED): lambda engine: cut(disk, engine)})
+    return trained(place, lambda disk: {(1, FORWARDED): lambda engine: cut(disk, engine)})
 
 
 def read_error_in_step(place: Path) -> Outcome:
     """Reads fail while `step()` makes visible what ran ahead: a part of it is, the rest is lost."""
     commit = Updater.commit
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+    with loop_disk(place, DISK_BYTES) as disk, observed(disk.directory) as outcome:
         # New weights do not fit into host memory, and wait for `step()` on the disk.
         engine = OffloadEngine(settings(disk.directory, optimizer={"subgroup_size": 5_000}))
 
@@ -158,13 +150,13 @@ def read_error_in_step(place: Path) -> Outcome:
 
 def failed_before_start(place: Path) -> Outcome:
     """The disk fails before the engine starts, its file system is still mounted."""
-    return _trained(place, before=cut)
+    return trained(place, before=cut)
 
 
 # ---------------------------------------------------------------------- mounts
 def unmounted_while_running(place: Path) -> Outcome:
     """Somebody detaches the file system (``umount -l``)."""
-    return _trained(
+    return trained(
         place, lambda disk: {(1, FORWARDED): lambda engine: run("umount", "-l", disk.directory)}
     )
 
@@ -176,17 +168,17 @@ def not_there_at_start(place: Path) -> Outcome:
         disk.unmount()
         disk.directory.rmdir()
 
-    return _trained(place, before=remove)
+    return trained(place, before=remove)
 
 
 def read_only_at_start(place: Path) -> Outcome:
     """The file system is mounted read-only."""
-    return _trained(place, before=lambda disk: disk.mount("remount", "ro"))
+    return trained(place, before=lambda disk: disk.mount("remount", "ro"))
 
 
 def read_only_while_running(place: Path) -> Outcome:
     """The kernel finds an error in the file system and makes it read-only."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+    with loop_disk(place, DISK_BYTES) as disk, observed(disk.directory) as outcome:
         disk.mount("remount", "errors=remount-ro")
         trigger = Path("/sys/fs/ext4", disk.device.name, "trigger_fs_error")
 
@@ -212,7 +204,7 @@ def remounted_while_running(place: Path) -> Outcome:
             disk.mount("remount", "ro")
             raise AssertionError("the mount is not in use")
 
-    return _trained(place, lambda disk: {(1, BEFORE): lambda engine: remount(disk)})
+    return trained(place, lambda disk: {(1, BEFORE): lambda engine: remount(disk)})
 
 
 def read_only_device(place: Path) -> Outcome:
@@ -231,7 +223,7 @@ def read_only_device(place: Path) -> Outcome:
 
 def deleted_directory(place: Path) -> Outcome:
     """The disk's owner removes the directory."""
-    with loop_disk(place, _DISK_BYTES) as disk:
+    with loop_disk(place, DISK_BYTES) as disk:
         directory = disk.directory / "offload"
         directory.mkdir()
         with observed(disk.directory) as outcome:
@@ -306,202 +298,9 @@ def _once_reported(outcome: Outcome, act: Callable[[], None]) -> Iterator[Callab
 @contextlib.contextmanager
 def _slow(place: Path) -> Iterator[tuple[LoopDisk, Callable[[], None], Callable[[], None]]]:
     """A disk, what makes it slow, and what lifts that again."""
-    with loop_disk(place, _DISK_BYTES) as disk, throttle() as limits, limits.entered():
+    with loop_disk(place, DISK_BYTES) as disk, throttle() as limits, limits.entered():
         yield (
             disk,
             lambda: limits.limit(disk, read=64 * KiB, write=64 * KiB),
             lambda: limits.limit(disk),
         )
-
-
-# ---------------------------------------------------------------------- odd answers
-def short_answers(place: Path) -> Outcome:
-    """Every call moves a page at most."""
-    return _train_with(place, lambda call, fd, views, at: call(fd, _first(views, 4 * KiB), at))
-
-
-def odd_answers(place: Path) -> Outcome:
-    """Every call moves 1,000 bytes at most, without direct I/O."""
-    return _train_with(
-        place, lambda call, fd, views, at: call(fd, _first(views, 1000), at), io={"direct": False}
-    )
-
-
-def try_again(place: Path) -> Outcome:
-    """Two of three calls answer EAGAIN."""
-    asked = itertools.count()
-
-    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        if next(asked) % 3:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return call(fd, views, at)
-
-    return _train_with(place, change)
-
-
-def try_again_for_ever(place: Path) -> Outcome:
-    """From the second step on, every call answers EAGAIN."""
-
-    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    with (
-        loop_disk(place, _DISK_BYTES) as disk,
-        contextlib.ExitStack() as later,
-        mock.patch("offload_strategy.io.backends.posix.RETRY_SECONDS", SECONDS_OF_PATIENCE),
-        observed(disk.directory) as outcome,
-    ):
-
-        def happen(engine: OffloadEngine) -> None:
-            settled(engine)
-            later.enter_context(answers(change))
-
-        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
-    return outcome
-
-
-def signals(place: Path) -> Outcome:
-    """A thousand signals a second, to the main thread and to those that move bytes."""
-    received = itertools.count()
-    over = threading.Event()
-
-    def send() -> None:
-        while not over.wait(0.001):
-            for thread in (threading.main_thread(), *threads()):
-                with contextlib.suppress(ProcessLookupError):
-                    if thread.ident is not None and thread.is_alive():
-                        signal.pthread_kill(thread.ident, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: next(received))
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-            train(OffloadEngine(settings(disk.directory)), outcome)
-    finally:
-        over.set()
-        sender.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert next(received) > 0
-    return outcome
-
-
-def _first(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    return [memoryview(views[0])[:nbytes]]
-
-
-def _train_with(place: Path, change: Change, **sections: Any) -> Outcome:
-    with answers(change):
-        return _trained(place, **sections)
-
-
-# ---------------------------------------------------------------------- wrong bytes
-def flipped_bytes(place: Path, *, checksum: str = "auto") -> Outcome:
-    """Bytes change on the disk."""
-    with loop_disk(place, 32 * MiB, formatted=False) as disk, observed() as outcome:
-        engine = OffloadEngine(settings(disk.device, io={"checksum": checksum}))
-        happen = {(1, FORWARDED): lambda engine: flip_bytes(engine, disk.image)}
-        train(engine, outcome, happen)
-    return outcome
-
-
-def flipped_bytes_unnoticed(place: Path) -> Outcome:
-    """The same without checksums."""
-    return flipped_bytes(place, checksum="off")
-
-
-def lost_writes(place: Path, *, checksum: str = "auto") -> Outcome:
-    """The disk says that it has written, and has not: what was there before is still there."""
-    return _lying(place, lambda call, fd, views, at: _nbytes(views), checksum)
-
-
-def lost_writes_unnoticed(place: Path) -> Outcome:
-    """The same without checksums."""
-    return lost_writes(place, checksum="off")
-
-
-def torn_writes(place: Path) -> Outcome:
-    """The disk writes the first half of the pages of each block only."""
-
-    def half(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        if pages := _nbytes(views) // PAGE_BYTES // 2:
-            call(fd, _first(views, pages * PAGE_BYTES), at)
-        return _nbytes(views)
-
-    return _lying(place, half)
-
-
-def misdirected_writes(place: Path) -> Outcome:
-    """The disk writes each block to the place of the one before."""
-    places: list[int] = []
-
-    def elsewhere(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        places.append(at)
-        return call(fd, views, places[-2:][0])
-
-    return _lying(place, elsewhere)
-
-
-def _lying(place: Path, write: Change, checksum: str = "auto") -> Outcome:
-    """Train on a disk that writes in a way of its own from the second step on."""
-
-    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        lies = call.__name__ == "pwritev" and fd in tier  # scratch files are not verified
-        return write(call, fd, views, at) if lies else call(fd, views, at)
-
-    tier: set[int] = set()
-
-    def begin(engine: OffloadEngine) -> None:
-        settled(engine)
-        tier.update(region.fd for region in engine._resources.regions)
-        later.enter_context(answers(change))
-
-    with (
-        loop_disk(place, _DISK_BYTES) as disk,
-        contextlib.ExitStack() as later,
-        observed(disk.directory) as outcome,
-    ):
-        io = {"checksum": checksum, "block_size": "1MiB"}
-        engine = OffloadEngine(settings(disk.directory, io=io))
-        train(engine, outcome, {(1, BEFORE): begin, (1, FORWARDED): settled})
-    return outcome
-
-
-def _nbytes(views: list[memoryview]) -> int:
-    return sum(memoryview(view).nbytes for view in views)
-
-
-# ---------------------------------------------------------------------- threads
-def dead_worker(place: Path) -> Outcome:
-    """A thread is ended from outside while it writes a block that nobody has read yet."""
-    ended: list[threading.Thread] = []
-
-    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
-        if not ended:
-            ended.append(threading.current_thread())
-            kill_worker(ended[0])
-            time.sleep(0.01)  # it is raised at the end of a call
-        return call(fd, views, at)
-
-    with (
-        loop_disk(place, _DISK_BYTES) as disk,
-        contextlib.ExitStack() as later,
-        observed(disk.directory) as outcome,
-    ):
-        happen = {
-            (1, BEFORE): lambda engine: later.enter_context(answers(change)),
-            (1, FORWARDED): tried,
-        }
-        train(OffloadEngine(settings(disk.directory)), outcome, happen)
-    return outcome
-
-
-def dead_idle_workers(place: Path) -> Outcome:
-    """Threads are ended from outside while they wait for work."""
-
-    def happen(engine: OffloadEngine) -> None:
-        settled(engine)
-        for thread in threads():
-            kill_worker(thread)
-
-    return _trained(place, lambda disk: {(1, BEFORE): happen})
