@@ -365,7 +365,7 @@ def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
         Path(folder).chmod(0o755)
         command = [sys.executable, "-c", AS_ANOTHER_USER, *map(str, places)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
         for place in (*places[:2], places[2].parent):
             place.chmod(0o700)
         assert done.returncode == 0, done.stderr

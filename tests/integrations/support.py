@@ -34,7 +34,7 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
 
 
 def python(
-    *arguments: str, home: Path, variables: Mapping[str, str] | None = None, timeout: float = 120
+    *arguments: str, home: Path, variables: Mapping[str, str] | None = None, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in `home` and return what it wrote."""
     return subprocess.run(
