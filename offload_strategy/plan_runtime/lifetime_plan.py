@@ -177,10 +177,11 @@ class MemoryCurve:
 class Timeline:
     """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
 
-    Times may be negative or beyond the end of a step: such a transfer comes too late.
+    Reads are planned back from their ends, on a timeline that runs backwards: its times are
+    negated. Times may lie before or after the step: such a transfer comes too late.
     """
 
-    def __init__(self, bytes_per_second: float = 1.0) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
         self._begins: list[float] = []
         self._ends: list[float] = []
@@ -194,16 +195,6 @@ class Timeline:
             left -= max(0.0, free)
             now = max(now, self._ends[place])
         return now + left
-
-    def before(self, end: float, nbytes: float) -> float:
-        """Return when the move of a tensor must start at the latest that must be there at `end`."""
-        now, left = end, nbytes / self._rate
-        for place in range(bisect_left(self._begins, end) - 1, -1, -1):
-            if (free := now - self._ends[place]) >= left:
-                break
-            left -= max(0.0, free)
-            now = min(now, self._begins[place])
-        return now - left
 
     def book(self, begin: float, end: float) -> None:
         """Reserve all free seconds of a span."""
@@ -247,18 +238,16 @@ class _Planner:
 
         def look(move: PlannedMove) -> _Offer | None:
             written = self._writes.after(move.leaves_at, move.nbytes)
-            return self._offer(move, written, self._reads.before(move.needed_at, move.nbytes))
+            return self._offer(move, written, -self._reads.after(-move.needed_at, move.nbytes))
 
-        for number, offer in self._best(look):
-            move = self._left.pop(number)
+        for move, offer in self._best(look):
             self._curve.add(offer.gone, offer.back, -move.nbytes)
             self._book(move, offer.written, offer.back, hidden=True)
 
     def force(self) -> None:
         """Select further moves, for which training will wait."""
         forced = []
-        for number, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
-            move = self._left[number]
+        for move, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
             self._curve.add(move.gone_at, move.needed_at, -move.nbytes)
             forced.append(move)
         for move in sorted(forced, key=lambda move: move.needed_at):
@@ -268,8 +257,10 @@ class _Planner:
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
-    def _best(self, look: Callable[[PlannedMove], _Offer | None]) -> Iterator[tuple[int, _Offer]]:
-        """Yield moves, the best offer of `look` first, until the step fits."""
+    def _best(
+        self, look: Callable[[PlannedMove], _Offer | None]
+    ) -> Iterator[tuple[PlannedMove, _Offer]]:
+        """Take moves out of the possible ones, the best offer of `look` first, until it fits."""
         queue = [
             (*offer.rank(move), number)
             for number, move in self._left.items()
@@ -284,7 +275,7 @@ class _Planner:
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
-                yield number, offer
+                yield self._left.pop(number), offer
 
     def _offer(self, move: PlannedMove, written: float, back: float) -> _Offer | None:
         """Return the offer for being away in a span; None if that relieves nothing."""
@@ -297,7 +288,7 @@ class _Planner:
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
         self._writes.book(move.leaves_at, written)
-        self._reads.book(back, move.needed_at)
+        self._reads.book(-move.needed_at, -back)
         gone = max(written, move.gone_at)
         urgent = back - gone < _SLACK * self._path.seconds(move.nbytes, write=False)
         self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
