@@ -217,7 +217,7 @@ class PlannedBudget(Budget):
             return
         begin = perf_counter()
         if self._freed is not None:
-            self._writes.keep_idle_buffers(self._idle_bytes)
+            self._writes.store.pool.keep_idle(self._idle_bytes)
         self._free_what_left()
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
@@ -370,7 +370,7 @@ class PlannedBudget(Budget):
 
     def _free_what_left(self) -> None:
         self._return_freed()
-        self._writes.release_written()
+        self._writes.store.release_written()
 
     @property
     def _least_room(self) -> int:

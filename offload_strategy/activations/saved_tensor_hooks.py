@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.budgets import AutomaticBudget, Budget
+from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
 from offload_strategy.activations.device_times import DeviceTimes, is_timed
 from offload_strategy.activations.eligibility import (
     ByteRange,
@@ -32,7 +32,6 @@ from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
-from offload_strategy.activations.write_budget import WriteBudget
 from offload_strategy.errors import OffloadError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
