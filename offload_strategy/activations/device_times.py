@@ -9,9 +9,9 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -30,9 +30,10 @@ class DeviceTimes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._saved: list[torch.Event] = []
-        self._used: list[torch.Event] = []
-        #: (number of uses before it, begin, end) of each time in which the device waited for bytes.
-        self._waits: list[tuple[int, torch.Event, torch.Event]] = []
+        #: Each first use, and the number of waits before it.
+        self._used: list[tuple[torch.Event, int]] = []
+        #: Begin and end of each time in which the device waited for bytes.
+        self._waits: list[tuple[torch.Event, torch.Event]] = []
 
     def _event(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
@@ -45,38 +46,31 @@ class DeviceTimes:
 
     def used(self) -> None:
         """Record the first use of an item."""
-        self._used.append(self._event())
+        self._used.append((self._event(), len(self._waits)))
 
     @contextmanager
     def wait(self) -> Iterator[None]:
         """Record when the compute stream needs bytes, and when it has them."""
         begun = self._event()
         yield
-        self._waits.append((len(self._used), begun, self._event()))
+        self._waits.append((begun, self._event()))
 
     @property
     def over(self) -> bool:
         """Whether the device has reached every event."""
-        ends = [end for _, _, end in self._waits[-1:]]
-        return all(event.query() for event in [*self._saved[-1:], *self._used[-1:], *ends])
+        uses, ends = [use for use, _ in self._used[-1:]], [end for _, end in self._waits[-1:]]
+        return all(event.query() for event in [*self._saved[-1:], *uses, *ends])
 
-    def saved_after(self) -> list[float]:
-        """Return the seconds from the first save to each."""
-        return [_elapsed(self._saved[0], event) for event in self._saved]
+    def elapsed(self) -> tuple[list[float], list[tuple[float, float]], float]:
+        """Return the seconds from the first save to each save and to each use, and of all waits.
 
-    def used_after(self) -> list[tuple[float, float]]:
-        """Return for each use the seconds since the first save, and how long was waited so far."""
-        waits = deque((place, _elapsed(begin, end)) for place, begin, end in self._waits)
-        waited, found = 0.0, []
-        for number, event in enumerate(self._used):
-            while waits and waits[0][0] <= number:
-                waited += waits.popleft()[1]
-            found.append((_elapsed(self._saved[0], event), waited))
-        return found
-
-    def waited(self) -> float:
-        """Return the seconds for which the device waited for bytes in backward."""
-        return sum(_elapsed(begin, end) for _, begin, end in self._waits)
+        Of a use, also the seconds for which the device had waited for bytes until then.
+        """
+        first = self._saved[0]
+        waited = list(accumulate((_elapsed(*wait) for wait in self._waits), initial=0.0))
+        saved = [_elapsed(first, event) for event in self._saved]
+        used = [(_elapsed(first, event), waited[waits]) for event, waits in self._used]
+        return saved, used, waited[-1]
 
 
 def _elapsed(begin: torch.Event, end: torch.Event) -> float:

@@ -147,12 +147,12 @@ class Trace:
         if not self.uses or not times.over:
             return False
         start = self.started_at
-        self.saved_at = [start + seconds for seconds in times.saved_after()]
-        self.held_at = [0.0] * len(self.saved_at)
-        self.held, self.waited = 0.0, times.waited()
+        saved, used, self.waited = times.elapsed()
+        self.saved_at = [start + seconds for seconds in saved]
+        self.held, self.held_at = 0.0, [0.0] * len(saved)
         self.uses = [
             (number, start + seconds, waited)
-            for (number, _, _), (seconds, waited) in zip(self.uses, times.used_after(), strict=True)
+            for (number, _, _), (seconds, waited) in zip(self.uses, used, strict=True)
         ]
         self.on_device, self.device_times = False, None
         return True
@@ -164,8 +164,8 @@ class UseOrder:
 
     #: Item numbers in the order of their first use.
     sequence: list[int]
-    #: Seconds from the first use of any item to that of each, in the same order; None if unknown.
-    due: list[float] | None = None
+    #: Seconds from the first use of any item to that of each, in the same order; none if unknown.
+    due: list[float] = field(default_factory=list)
     position: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class ForwardRecord:
     #: Bytes of the largest item.
     largest: int = 0
     #: The order in which to prefetch, and the places of offloaded items in it, ascending.
-    plan: UseOrder | None = None
+    plan: UseOrder = field(default_factory=lambda: UseOrder([]))
     _places: list[int] = field(default_factory=list)
     _items: list[weakref.ref[SavedItem]] = field(default_factory=list)
     _by_storage: dict[int, list[weakref.ref[SavedItem]]] = field(default_factory=dict)
@@ -268,9 +268,9 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage = tensor.untyped_storage()
+        storage, nbytes = tensor.untyped_storage(), span.nbytes
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)
@@ -302,7 +302,6 @@ class ForwardRecord:
 
     def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
         """Yield offloaded items after a place in the plan that were not used, with their places."""
-        assert self.plan is not None
         for position in range(bisect_right(self._places, place), len(self._places)):
             later = self._places[position]
             item = self.unused(self.plan.sequence[later])

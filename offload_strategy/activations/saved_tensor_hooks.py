@@ -107,8 +107,8 @@ class ActivationOffload:
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
-        # What `_batch_bytes` found, and for which pass.
-        self._batch: tuple[Trace | None, int] = (None, 0)
+        # Of a batch on the CPU.
+        self._batch_bytes = 0
         self._hint = 0
         self._serials = itertools.count()
         self._saved = itertools.count()
@@ -162,13 +162,15 @@ class ActivationOffload:
         """Start a forward pass on this thread; return None if one is already running."""
         if not self.enabled or self._open.record is not None or not other_hooks.may_open():
             return None
-        outer = other_hooks.foreign(ActivationOffload)
+        _, outer = other_hooks.ours_and_foreign(ActivationOffload)
         if self._min_size < sys.maxsize:
             other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
         if self._write_budget is not None:
             self._write_budget.begin_pass()
         self._store.pass_begins()
+        if (latest := self._prefetcher.latest_trace) is not None:
+            self._batch_bytes = batch_bytes(latest.saved_bytes, self._writes.rate(write=True))
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack, self._unpack)
@@ -192,10 +194,11 @@ class ActivationOffload:
     def saving_weights(self) -> Iterator[bool]:
         """Save only streamed weights, by reference; yield whether hooks allow that."""
         allowed = other_hooks.may_open()
-        if not allowed or other_hooks.belong_to(self):
+        owner, outer = other_hooks.ours_and_foreign(ActivationOffload)
+        if not allowed or owner is self:
             yield allowed
             return
-        outer = other_hooks.given_copies_of_frozen_weights(other_hooks.foreign(ActivationOffload))
+        outer = other_hooks.given_copies_of_frozen_weights(outer)
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()
@@ -252,15 +255,12 @@ class ActivationOffload:
         if span is not wanted:
             too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
             span = wanted if too_small or not span.covers(wanted) else span
-        nbytes = span.nbytes
-        if nbytes < self._min_size:
+        if span.nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, nbytes, record)
+        return self._new_item(tensor, span, record)
 
-    def _new_item(
-        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
-    ) -> Packed:
-        trace = record.trace
+    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, span.nbytes
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
@@ -268,7 +268,7 @@ class ActivationOffload:
             trace.on_device = self._writes.on_device = True
             trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, nbytes, prefix)
+        item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
         if leaves and self._write_budget is not None:
@@ -287,19 +287,11 @@ class ActivationOffload:
             flat = torch.empty(0, dtype=torch.uint8, device=device)
             item.payload = flat.set_(tensor.untyped_storage(), span.start, (nbytes,), (1,))
         trace.left_bytes += nbytes
-        together = self._batch_bytes() if tensor.is_cpu else DEVICE_BATCH_BYTES
+        together = self._batch_bytes if tensor.is_cpu else DEVICE_BATCH_BYTES
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
         self._writes.add(item, -next(self._saved), together, device)
         return handle
-
-    def _batch_bytes(self) -> int:
-        """Return the size of a batch; computed once per pass, because this runs for every item."""
-        latest = self._prefetcher.latest_trace
-        if self._batch[0] is not latest:
-            nbytes = 0 if latest is None else latest.saved_bytes
-            self._batch = latest, batch_bytes(nbytes, self._writes.rate(write=True))
-        return 0 if latest is None else self._batch[1]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         tensor = packed.unpack()
