@@ -132,9 +132,11 @@ class AutomaticBudget(Budget):
             if saved_after is None:  # the first passes move what they can, and are timed
                 return True
             backlog = self._backlog_at(saved_after)
-        round_trip = self._round_trip_seconds(nbytes, backlog)
-        if idle is not None and idle < min(_SOON * self._step_seconds, round_trip):
-            return False
+        write, read = writes.rate(write=True), writes.rate(write=False)
+        if idle is not None and write and read:
+            round_trip = (backlog + nbytes) / write + nbytes / read
+            if idle < min(_SOON * self._step_seconds, round_trip):
+                return False
         room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
         if backlog <= room:
             self._expected_backlog += nbytes
@@ -194,12 +196,6 @@ class AutomaticBudget(Budget):
                 format_size(left),
                 format_size(saved),
             )
-
-    def _round_trip_seconds(self, nbytes: int, backlog: float) -> float:
-        write, read = self._writes.rate(write=True), self._writes.rate(write=False)
-        if not write or not read:
-            return 0.0
-        return (backlog + nbytes) / write + nbytes / read
 
 
 class WriteBudget:

@@ -186,11 +186,10 @@ class PlannedBudget(Budget):
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
         room = self._room_after(trace.signature)
-        # Items that must stay, and items that others reference.
-        stays = items - nbytes - self._writes.leaving_bytes()
         if self.plan is not None or self._memory.given is not None:
             known = self._decided(nbytes, trace)
-            too_much = known is False and stays + nbytes > room
+            # Items that must stay, and items that others reference, do not leave.
+            too_much = known is False and items - self._writes.leaving_bytes() > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
         self._wait_for_room(items, room)
@@ -310,7 +309,6 @@ class PlannedBudget(Budget):
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
-        self._baseline.begin(0)
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
@@ -360,7 +358,7 @@ class PlannedBudget(Budget):
         given, number = self._memory.given, len(trace.sizes) - 1
         items = () if given is None else given.items
         if number < len(items) and items[number].bytes == nbytes:
-            return items[number].leaves
+            return items[number].does == "leaves"
         return self._leaves.get(trace.signature)
 
     # ------------------------------------------------------------------ room

@@ -306,11 +306,6 @@ class PlannedItem:
     bytes: Annotated[int, Field(ge=0)]
     does: Literal["leaves", "stays"]
 
-    @property
-    def leaves(self) -> bool:
-        """Whether the tensor is offloaded."""
-        return self.does == "leaves"
-
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
