@@ -151,11 +151,6 @@ class Trace:
         return hash((self.signature, tensor.ndim, tensor.dtype))
 
     @property
-    def complete(self) -> bool:
-        """Whether every item was used."""
-        return len(self.uses) == len(self.saved_at)
-
-    @property
     def seconds(self) -> float:
         """Seconds from the start of the forward pass to the last use of an item."""
         return self.uses[-1][1] - self.started_at if self.uses else 0.0

@@ -214,8 +214,9 @@ class Prefetcher:
             self._begin_use(item)
             record.released_bytes += item.nbytes
         self._fetch_ahead(item)
-        if record.trace.complete:
-            self._learn(record.trace)
+        trace = record.trace
+        if len(trace.uses) == len(trace.saved_at):
+            self._learn(trace)
             self._open.pop(record.serial, None)
 
     def _begin_use(self, item: SavedItem) -> None:

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from offload_strategy.plan_runtime.profile import (
     FORMAT,
+    MemoryCurve,
     PathRates,
     Profile,
     load_json,
@@ -118,60 +119,6 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
         planner.force()
         moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
-
-
-class MemoryCurve:
-    """Required bytes over a step: of tensors, and of baseline memory."""
-
-    def __init__(self, profile: Profile) -> None:
-        #: Starts of segments, and the end of the step.
-        self.moments = sorted({0.0, profile.step_seconds})
-        self.levels = [0] * (len(self.moments) - 1)
-        ends = [*(moment for moment, _ in profile.baseline[1:]), profile.step_seconds]
-        for (begin, nbytes), end in zip(profile.baseline, ends, strict=True):
-            self.add(begin, end, nbytes)
-        for tensor in profile.tensors:
-            self.add(*tensor.uses, tensor.nbytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest number of required bytes."""
-        return max(self.levels, default=0)
-
-    def add(self, begin: float, end: float, nbytes: int) -> None:
-        """Add bytes (or subtract them) in a span; what lies beyond the step does not count."""
-        step = self.moments[-1]
-        low, high = self._cut(min(begin, step)), self._cut(min(end, step))
-        for place in range(low, high):
-            self.levels[place] += nbytes
-
-    def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
-        """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
-        gained, moments, levels = 0.0, self.moments, self.levels
-        place = bisect_right(moments, begin) - 1
-        while place < len(levels) and moments[place] < end:
-            if (above := levels[place] - limit) > 0:
-                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
-                gained += (above if above < nbytes else nbytes) * seconds
-            place += 1
-        return gained
-
-    def since(self, begin: float, end: float, level: int) -> float:
-        """Return from when on, after `begin`, at most `level` bytes are required until `end`."""
-        place = bisect_left(self.moments, end) - 1
-        while place >= 0 and self.moments[place + 1] > begin:
-            if self.levels[place] > level:
-                return self.moments[place + 1]
-            place -= 1
-        return begin
-
-    def _cut(self, moment: float) -> int:
-        """Return the segment that starts at a time, splitting one if necessary."""
-        place = bisect_left(self.moments, moment)
-        if place == len(self.moments) or self.moments[place] != moment:
-            self.moments.insert(place, moment)
-            self.levels.insert(place, self.levels[place - 1])
-        return place
 
 
 class Timeline:
