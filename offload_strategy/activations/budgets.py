@@ -190,11 +190,9 @@ class AutomaticBudget(Budget):
         self._observed += 1
         if self._observed == _SETTLED and left < saved:
             logger.info(
-                "activations.budget: auto: %s of %s that are saved in a forward pass leave; the "
-                "rest is used too soon, or is more than the tiers take without training waiting "
-                "for them.",
-                format_size(left),
-                format_size(saved),
+                f"activations.budget: auto: {format_size(left)} of {format_size(saved)} that are "
+                "saved in a forward pass leave; the rest is used too soon, or is more than the "
+                "tiers take without training waiting for them."
             )
 
 

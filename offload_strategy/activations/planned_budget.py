@@ -336,12 +336,9 @@ class PlannedBudget(Budget):
         if scarce and not self._told:
             self._told = True
             logger.warning(
-                "%s: %s cannot be kept: a step takes %s with next to nothing that is saved in "
-                "memory. Give more, train with a smaller batch, or %s.",
-                self._memory.name,
-                format_size(self.limit_bytes),
-                format_size(baseline.most_bytes),
-                CHECKPOINT,
+                f"{self._memory.name}: {format_size(self.limit_bytes)} cannot be kept: a step "
+                f"takes {format_size(baseline.most_bytes)} with next to nothing that is saved in "
+                f"memory. Give more, train with a smaller batch, or {CHECKPOINT}."
             )
         known = self._planned_for
         fuller = 0 if known is None else baseline.correction - known
@@ -425,12 +422,9 @@ class PlannedBudget(Budget):
             self._profiler.held_until.clear()
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
+        saved, left = trace.saved_bytes, self.plan.moved_bytes
         logger.info(
-            "%s %s: of %s that a forward pass saves %s leave, %s stay%s",
-            self._memory.name,
-            format_size(self.limit_bytes),
-            format_size(trace.saved_bytes),
-            format_size(self.plan.moved_bytes),
-            format_size(trace.saved_bytes - self.plan.moved_bytes),
-            "" if self.plan.hidden else _WAITS,
+            f"{self._memory.name} {format_size(self.limit_bytes)}: of {format_size(saved)} that a "
+            f"forward pass saves {format_size(left)} leave, {format_size(saved - left)} stay"
+            f"{'' if self.plan.hidden else _WAITS}"
         )

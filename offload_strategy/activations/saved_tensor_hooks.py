@@ -25,12 +25,7 @@ from offload_strategy.activations.eligibility import (
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import (
-    DeviceTimes,
-    ForwardRecord,
-    Trace,
-    is_timed,
-)
+from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace, is_timed
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
