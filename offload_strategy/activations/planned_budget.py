@@ -132,7 +132,8 @@ class PlannedBudget(Budget):
         self._seen_steps = -1
         self._current: Trace | None = None
         self._first_room: int | None = None
-        self._planned_for: int | None = None
+        # `BaselineMemory.correction` at the last plan.
+        self._planned_for = 0
         # Bytes of idle buffers that may stay in the memory that is limited.
         self._idle_bytes = 0
         # If the device is the CPU, whose memory is that of the C library.
@@ -340,13 +341,12 @@ class PlannedBudget(Budget):
                 f"takes {format_size(baseline.most_bytes)} with next to nothing that is saved in "
                 f"memory. Give more, train with a smaller batch, or {CHECKPOINT}."
             )
-        known = self._planned_for
-        fuller = 0 if known is None else baseline.correction - known
-        worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
         timed = self._timed
         if timed is None or timed.signature != over.signature:
             return  # the device has not told the times of such a pass
-        if known is None or per_event or worth or over.signature not in self._leaves:
+        fuller = baseline.correction - self._planned_for
+        worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
+        if per_event or worth or over.signature not in self._leaves:
             ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
             self._make_plan(timed, ended_at)
 

@@ -308,7 +308,7 @@ class Prefetcher:
         return place + 1 >= len(times) or self._begin_at(*record.can_wait) <= times[place + 1]
 
     def _begin_at(self, due: float, nbytes: int) -> float:
-        """Return when loads of so many bytes begin to be there at `due`."""
+        """Return when loads of so many bytes must begin in order to be over at `due`."""
         return due - _LATENCY_SECONDS - self._margin * self._speed.seconds(nbytes)
 
     def _fetch(self, record: ForwardRecord, place: int, limit: int) -> bool:
