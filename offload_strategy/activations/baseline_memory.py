@@ -34,20 +34,31 @@ class BaselineMemory:
         self.meter = meter
         self._close = passes
         self._since_close = 0
-        #: Whether the current pass is measured from event to event.
-        self.per_event = False
         #: Bytes between an event and the next one, by event.
         self._levels: dict[int, int] = {}
-        self._event = BEGIN
-        # Of the current pass: bytes of items since the last event, predicted and measured peak.
-        self._items = 0
+        self._corrections: deque[int] = deque(maxlen=_PASSES)
+        # Bytes in use at the start of the pass in which the levels were measured.
+        self._base: int | None = None
+        self.begin(0)
+
+    def begin(self, items: int) -> None:
+        """Start a pass, with so many bytes of other passes' items in memory."""
+        #: Whether the current pass is measured from event to event.
+        self.per_event = self._close > 0
+        self._since_close += 1
+        if self.per_event:
+            self._close -= 1
+            self._since_close = 0
+            if len(self._levels) > _MOST_EVENTS:
+                self._levels.clear()
+        # Bytes in use at its start, and how many more than at the start of the measured pass.
+        self._used = self.meter.used_bytes() - items
+        self._shift = 0 if self._base is None else self._used - self._base
+        # Its peak as predicted and as measured, and whether the levels of all events are known.
         self._predicted_bytes = self._seen = 0
         self._complete = True
-        self._corrections: deque[int] = deque(maxlen=_PASSES)
-        # Bytes in use when a pass starts: for these figures, and for the current pass.
-        self._base: int | None = None
-        self._used = 0
-        self._shift = 0
+        self._event = BEGIN
+        self.resume(items)
 
     @property
     def correction(self) -> int:
@@ -86,22 +97,6 @@ class BaselineMemory:
             if far and self._since_close >= _CLOSE_EVERY:
                 self._close = 1
         return peak
-
-    def begin(self, items: int) -> None:
-        """Start a pass, with so many bytes of other passes' items in memory."""
-        self.per_event = self._close > 0
-        self._since_close += 1
-        if self.per_event:
-            self._close -= 1
-            self._since_close = 0
-            if len(self._levels) > _MOST_EVENTS:
-                self._levels.clear()
-        self._used = self.meter.used_bytes() - items
-        self._shift = 0 if self._base is None else self._used - self._base
-        self._predicted_bytes = self._seen = 0
-        self._complete = True
-        self._event = BEGIN
-        self.resume(items)
 
     def measure_next_pass(self) -> None:
         """Measure the next pass from event to event."""

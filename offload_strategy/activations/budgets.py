@@ -1,4 +1,4 @@
-"""How much of what is saved may leave: an amount from the config, or what the path can hide.
+"""How much of what is saved may leave: a given amount, what the path can hide, what drives allow.
 
 [Note: the automatic budget]
 Three rules, of which each sees what the others cannot:
@@ -11,14 +11,27 @@ Three rules, of which each sees what the others cannot:
 - *What backward had to wait for was too much.* Next time less may leave, by what the path reads in
   the time that was lost: all of that if the pass before waited too; the first time may be chance
   (another process, a disk that paused), so that most stays allowed. Later more again, ever sooner.
+
+[Note: writes per day]
+All that is written counts, over the whole run. At the start of a forward pass activations get what
+the budget allows until its end (it takes as long as the one before), less what was written and what
+states and weights will write meanwhile: as much as in the mean of all passes. What others must
+write comes first, and a run is within its budget at the end of every step from the first ones on.
+What it did not use in a pause, it may use later. The first pass, of which no time is known, writes
+all that it may.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from timeit import default_timer as perf_counter
+
 from offload_strategy.activations.forward_records import Trace
-from offload_strategy.activations.tier_writes import TierWrites
-from offload_strategy.telemetry import get_logger
-from offload_strategy.units import MiB, format_size
+from offload_strategy.activations.tier_writes import CLIENT, TierWrites
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.telemetry import Direction, get_logger
+from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size
 
 logger = get_logger(__name__)
 
@@ -96,9 +109,8 @@ class AutomaticBudget(Budget):
         self._limit: float | None = None
         self._was_late = False
         self._growth = _GROWTH
-        # Of any pass, and what is left of it in the current one.
-        self._allowance_seconds = self._allowed_seconds = 0.0
-        self._soon_seconds = 0.0
+        # Seconds of the last step, and those that the current pass may still wait.
+        self._step_seconds = self._allowed_seconds = 0.0
         self._observed = 0
         # On a device: bytes that will wait to be written at a time after the first save of a pass.
         self._expected_backlog = self._expected_at = 0.0
@@ -109,30 +121,33 @@ class AutomaticBudget(Budget):
         """See `Budget.admits`; waits a little for the path."""
         writes = self._writes
         if trace.saved_bytes == nbytes:  # a new forward pass
-            self._allowed_seconds = self._allowance_seconds
+            self._allowed_seconds = ALLOWANCE * self._step_seconds
             self._expected_backlog = self._expected_at = 0.0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
         if writes.has_room_in_memory(nbytes):
             return True
-        backlog: float = writes.writing_bytes()
+        backlog: float = writes.store.writing_bytes
         if trace.on_device:
             if saved_after is None:  # the first passes move what they can, and are timed
                 return True
             backlog = self._backlog_at(saved_after)
-        round_trip = self._round_trip_seconds(nbytes, backlog)
-        if idle is not None and idle < min(self._soon_seconds, round_trip):
-            return False
+        write, read = writes.rate(write=True), writes.rate(write=False)
+        if idle is not None and write and read:
+            round_trip = (backlog + nbytes) / write + nbytes / read
+            if idle < min(_SOON * self._step_seconds, round_trip):
+                return False
         room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
-        if trace.on_device:
-            admitted = backlog <= room
-            self._expected_backlog += nbytes if admitted else 0
-            return admitted
         if backlog <= room:
+            self._expected_backlog += nbytes
             return True
+        if trace.on_device:
+            return False
         if self._allowed_seconds > 0:
-            self._allowed_seconds -= writes.await_writing_at_most(room, self._allowed_seconds)
-        return writes.writing_bytes() <= room
+            begin = perf_counter()
+            writes.store.await_writes(CLIENT, room, self._allowed_seconds)
+            self._allowed_seconds -= perf_counter() - begin
+        return writes.store.writing_bytes <= room
 
     def _backlog_at(self, saved_after: float) -> float:
         """Return the bytes that will wait to be written when the device, later, saves an item."""
@@ -150,14 +165,14 @@ class AutomaticBudget(Budget):
     def learn(self, trace: Trace) -> None:
         """Learn how much a backward pass can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
-        of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
-        rate = self._writes.rate(write=True)
-        if rate is not None:
-            of_small_pass = min(of_small_pass, int(rate * _SMALL_PASS_SECONDS))
-        share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
-        self._backlog = min(share, self._most_backlog)
-        allowance = self._allowance_seconds = ALLOWANCE * trace.seconds
-        self._soon_seconds = _SOON * trace.seconds
+        rate = self._writes.rate(write=True) or math.inf
+        of_small_pass = min(
+            _SMALL_PASS_BYTES, _SMALL_PASS_SHARE * saved, rate * _SMALL_PASS_SECONDS
+        )
+        backlog = int(max(_LEAST_BACKLOG_BYTES, of_small_pass, _BACKLOG_SHARE * saved))
+        self._backlog = min(backlog, self._most_backlog)
+        self._step_seconds = trace.seconds
+        allowance = ALLOWANCE * trace.seconds
         late = trace.waited > allowance
         if late:
             # Without a known rate (host memory): it moved at least all of it in about half a step.
@@ -175,15 +190,41 @@ class AutomaticBudget(Budget):
         self._observed += 1
         if self._observed == _SETTLED and left < saved:
             logger.info(
-                "activations.budget: auto: %s of %s that are saved in a forward pass leave; the "
-                "rest is used too soon, or is more than the tiers take without training waiting "
-                "for them.",
-                format_size(left),
-                format_size(saved),
+                f"activations.budget: auto: {format_size(left)} of {format_size(saved)} that are "
+                "saved in a forward pass leave; the rest is used too soon, or is more than the "
+                "tiers take without training waiting for them."
             )
 
-    def _round_trip_seconds(self, nbytes: int, backlog: float) -> float:
-        write, read = self._writes.rate(write=True), self._writes.rate(write=False)
-        if not write or not read:
-            return 0.0
-        return (backlog + nbytes) / write + nbytes / read
+
+class WriteBudget:
+    """Decides what may be written within `per_day` bytes of each tier by its name."""
+
+    def __init__(self, per_day: Mapping[str, int], store: TensorStore) -> None:
+        self._rates = {tier: nbytes / SECONDS_PER_DAY for tier, nbytes in per_day.items()}
+        self._store = store
+        self._started_at = self._pass_began = perf_counter()
+        self._passes = 0
+        self._room = math.inf
+
+    def begin_pass(self) -> None:
+        """Note that a forward pass begins."""
+        now, passes = perf_counter(), self._passes
+        until = 2 * now - self._pass_began - self._started_at
+        self._pass_began, self._passes = now, passes + 1
+        recorder, waiting = self._store.recorder, self._store.writing_bytes
+        own = recorder.client_bytes["activations", "written"]
+        if passes:
+            written = {
+                tier: recorder.tier_bytes[tier, Direction.WRITE] + waiting for tier in self._rates
+            }
+            self._room = min(
+                rate * until - written[tier] - max(0, written[tier] - own) / passes
+                for tier, rate in self._rates.items()
+            )
+
+    def admits(self, nbytes: int) -> bool:
+        """Return whether an item may be written, and count it if so."""
+        if nbytes > self._room:
+            return False
+        self._room -= nbytes
+        return True

@@ -170,7 +170,7 @@ def reach_of_base(tensor: torch.Tensor, own: ByteRange) -> ByteRange:
     """
     base = tensor._base
     if base is None:
-        if tensor.nbytes >= own.end - own.start or tensor._version:
+        if tensor.nbytes >= own.nbytes or tensor._version:
             return own
         return ByteRange(0, tensor.untyped_storage().nbytes())
     if base.layout is not torch.strided or base.numel() == 0:
@@ -198,11 +198,8 @@ class UnsupportedTensors:
         if nbytes >= min_size and (reason, kind) not in self._named:
             self._named.add((reason, kind))
             logger.info(
-                "a saved tensor of %s (%s) stays in memory, and so will others like it: it is %s, "
-                "which cannot be offloaded.",
-                kind,
-                format_size(nbytes),
-                reason.value,
+                f"a saved tensor of {kind} ({format_size(nbytes)}) stays in memory, and so will "
+                f"others like it: it is {reason.value}, which cannot be offloaded."
             )
 
 

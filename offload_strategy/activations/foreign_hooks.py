@@ -20,6 +20,7 @@ are disallowed, ours are taken off the thread's stack, and what the transform sa
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -70,20 +71,17 @@ def may_open() -> bool:
     )
 
 
-def foreign(owner: type) -> HookPair | None:
-    """The hooks in force that are no methods of an `owner`, or that such methods stand behind."""
-    pair = innermost()
-    if pair is not None and isinstance(pair.owner, _Through):
-        return pair.owner.outer
-    return None if pair is None or isinstance(pair.owner, owner) else pair
+def ours_and_foreign(kind: type) -> tuple[object, HookPair | None]:
+    """Return the object of a `kind` whose methods are the hooks in force, and the foreign hooks.
 
-
-def belong_to(owner: object) -> bool:
-    """Whether the hooks in force are methods of `owner`."""
+    Foreign are those in force if they are nobody's of that `kind`, or those that his stand behind.
+    """
     pair = innermost()
-    if pair is not None and isinstance(pair.owner, _Through):
-        pair = pair.owner.ours
-    return pair is not None and pair.owner is owner
+    if pair is None:
+        return None, None
+    if isinstance(pair.owner, _Through):
+        return pair.owner.ours.owner, pair.owner.outer
+    return (pair.owner, None) if isinstance(pair.owner, kind) else (None, pair)
 
 
 def behind(
@@ -164,24 +162,20 @@ class _Aside(threading.local):
 
 
 _aside = _Aside()
-_owner: type | None = None
 
 
-def step_aside_for_transforms(owner: type) -> None:
-    """See to it that transforms which allow no hooks find none of an `owner`'s. Idempotent."""
-    global _owner
-    names = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
-    if _owner is not None or not all(hasattr(_autograd, name) for name in names):
-        return
-    _owner = owner
-    disable, enable = (getattr(_autograd, name) for name in names)
+@functools.cache
+def step_aside_for_transforms(kind: type) -> None:
+    """See to it that transforms which allow no hooks find no methods of a `kind`. Idempotent."""
+    disable = _autograd._saved_tensors_hooks_disable
+    enable = _autograd._saved_tensors_hooks_enable
 
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         if not fail_if_non_empty:
             disable(message, False)
             return
         # Somebody else's hooks stay, and ours behind somebody else's: the error is theirs.
-        while (pair := innermost()) is not None and isinstance(pair.owner, owner):
+        while (pair := innermost()) is not None and isinstance(pair.owner, kind):
             _aside.pairs.append(pair)
             _autograd._pop_saved_tensors_default_hooks()
         disable(message)

@@ -7,6 +7,12 @@ each item was saved, and when backward first used it. Forward passes that save t
 items in the same order (whatever their sizes: sequences vary in length) share a *use order*: the
 order of first uses and their times, without the time that backward waited for bytes. A pass of a
 new kind is assumed to use items in the reverse order of saving, at unknown times.
+
+[Note: clocks]
+The host launches operations before the device executes them, so the host's clock says nothing about
+when a tensor exists, or when it is needed. On an accelerator a pass is timed by events, which the
+device signals and which the host reads later, without waiting. As each event costs the launching
+thread a few microseconds, the first passes are timed and then one of many: a device repeats itself.
 """
 
 from __future__ import annotations
@@ -16,15 +22,77 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from timeit import default_timer as perf_counter
 from typing import Any
 
 import torch
 
-from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import ByteRange, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
+
+#: Passes that are timed at first, and then one of so many.
+_FIRST_PASSES, _ONE_OF = 8, 16
+
+
+def is_timed(serial: int) -> bool:
+    """Return whether the forward pass with this number is timed."""
+    return serial < _FIRST_PASSES or serial % _ONE_OF == 0
+
+
+class DeviceTimes:
+    """The events of one pass on the device that computes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._saved: list[torch.Event] = []
+        #: Each first use, and the number of waits before it.
+        self._used: list[tuple[torch.Event, int]] = []
+        #: Begin and end of each time in which the device waited for bytes.
+        self._waits: list[tuple[torch.Event, torch.Event]] = []
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def saved(self) -> None:
+        """Record that an item was saved."""
+        self._saved.append(self._event())
+
+    def used(self) -> None:
+        """Record the first use of an item."""
+        self._used.append((self._event(), len(self._waits)))
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Record when the compute stream needs bytes, and when it has them."""
+        begun = self._event()
+        yield
+        self._waits.append((begun, self._event()))
+
+    @property
+    def over(self) -> bool:
+        """Whether the device has reached every event."""
+        uses, ends = [use for use, _ in self._used[-1:]], [end for _, end in self._waits[-1:]]
+        return all(event.query() for event in [*self._saved[-1:], *uses, *ends])
+
+    def elapsed(self) -> tuple[list[float], list[tuple[float, float]], float]:
+        """Return the seconds from the first save to each save and to each use, and of all waits.
+
+        Of a use, also the seconds for which the device had waited for bytes until then.
+        """
+        first = self._saved[0]
+        waited = list(accumulate((_elapsed(*wait) for wait in self._waits), initial=0.0))
+        saved = [_elapsed(first, event) for event in self._saved]
+        used = [(_elapsed(first, event), waited[waits]) for event, waits in self._used]
+        return saved, used, waited[-1]
+
+
+def _elapsed(begin: torch.Event, end: torch.Event) -> float:
+    return max(0.0, begin.elapsed_time(end) / 1000)
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -81,11 +149,6 @@ class Trace:
     def prefix_with(self, tensor: torch.Tensor) -> int:
         """Return the hash of the pass with this tensor as its next item."""
         return hash((self.signature, tensor.ndim, tensor.dtype))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every item was used."""
-        return len(self.uses) == len(self.saved_at)
 
     @property
     def seconds(self) -> float:
@@ -147,12 +210,12 @@ class Trace:
         if not self.uses or not times.over:
             return False
         start = self.started_at
-        self.saved_at = [start + seconds for seconds in times.saved_after()]
-        self.held_at = [0.0] * len(self.saved_at)
-        self.held, self.waited = 0.0, times.waited()
+        saved, used, self.waited = times.elapsed()
+        self.saved_at = [start + seconds for seconds in saved]
+        self.held, self.held_at = 0.0, [0.0] * len(saved)
         self.uses = [
             (number, start + seconds, waited)
-            for (number, _, _), (seconds, waited) in zip(self.uses, times.used_after(), strict=True)
+            for (number, _, _), (seconds, waited) in zip(self.uses, used, strict=True)
         ]
         self.on_device, self.device_times = False, None
         return True
@@ -164,8 +227,8 @@ class UseOrder:
 
     #: Item numbers in the order of their first use.
     sequence: list[int]
-    #: Seconds from the first use of any item to that of each, in the same order; None if unknown.
-    due: list[float] | None = None
+    #: Seconds from the first use of any item to that of each, in the same order; none if unknown.
+    due: list[float] = field(default_factory=list)
     position: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,7 +299,7 @@ class ForwardRecord:
     #: Bytes of the largest item.
     largest: int = 0
     #: The order in which to prefetch, and the places of offloaded items in it, ascending.
-    plan: UseOrder | None = None
+    plan: UseOrder = field(default_factory=lambda: UseOrder([]))
     _places: list[int] = field(default_factory=list)
     _items: list[weakref.ref[SavedItem]] = field(default_factory=list)
     _by_storage: dict[int, list[weakref.ref[SavedItem]]] = field(default_factory=dict)
@@ -268,9 +331,9 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage = tensor.untyped_storage()
+        storage, nbytes = tensor.untyped_storage(), span.nbytes
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)
@@ -302,7 +365,6 @@ class ForwardRecord:
 
     def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
         """Yield offloaded items after a place in the plan that were not used, with their places."""
-        assert self.plan is not None
         for position in range(bisect_right(self._places, place), len(self._places)):
             later = self._places[position]
             item = self.unused(self.plan.sequence[later])

@@ -8,7 +8,6 @@ builtin that it cannot trace. It has a list of files that it leaves alone.
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import threading
 import weakref
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from wrapt import register_post_import_hook
+from wrapt import when_imported
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
@@ -44,7 +43,6 @@ class ForwardHooks:
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
         other_hooks.step_aside_for_transforms(ActivationOffload)
-        _keep_torch_compile_out()
         self._module = weakref.ref(module)
         scopes = _Scopes(offload, owner)
         self._handles = [
@@ -146,14 +144,10 @@ class _Scopes:
 
 
 # ---------------------------------------------------------------------- torch.compile
-@functools.cache
-def _keep_torch_compile_out() -> None:
+# Importing torch._dynamo takes seconds, and who does not compile may never need it.
+@when_imported("torch._dynamo")
+def _keep_torch_compile_out(dynamo: ModuleType) -> None:
     """See to it that torch.compile does not look into this package."""
-    # Importing torch._dynamo takes seconds, and who does not compile may never need it.
-    register_post_import_hook(_keep_out, "torch._dynamo")
-
-
-def _keep_out(dynamo: ModuleType) -> None:
     for module in pkgutil.iter_modules([str(Path(__file__).parents[1])], "offload_strategy."):
         if module.name != "offload_strategy.examples":  # models of ours are to be compiled
             dynamo.trace_rules.add(module.name)

@@ -115,11 +115,11 @@ class PassProfiler:
     held_until: dict[int, float] = field(default_factory=dict)
 
     def profile(
-        self, trace: Trace, ended_at: float | None = None, busy: Sequence[tuple[float, float]] = ()
+        self, trace: Trace, ended_at: float, busy: Sequence[tuple[float, float]] = ()
     ) -> Profile:
         """Return the profile of a pass, of which backward has used an item, without its waits.
 
-        It ends with the last use, or when everything that follows has (`time.perf_counter`).
+        `ended_at` is when all that follows its last use was over (`time.perf_counter`).
         `busy` has spans in which something else ran on its thread, which do not count.
         """
 
@@ -131,9 +131,8 @@ class PassProfiler:
         if trace.seconds > 0:
             pace -= self.io_overhead.seconds(trace) / trace.seconds
         used = {number: computed(at, trace.held + waited) for number, at, waited in trace.uses}
-        last_use = step = used[trace.uses[-1][0]]
-        if ended_at is not None:
-            step = max(step, computed(ended_at, trace.held + trace.waited))
+        last_use = used[trace.uses[-1][0]]
+        step = max(last_use, computed(ended_at, trace.held + trace.waited))
         tensors, made = [], []
         for number, (nbytes, prefix) in enumerate(zip(trace.sizes, trace.prefixes, strict=True)):
             at = trace.saved_at[number] - trace.started_at - trace.held_at[number]

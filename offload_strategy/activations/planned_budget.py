@@ -132,7 +132,8 @@ class PlannedBudget(Budget):
         self._seen_steps = -1
         self._current: Trace | None = None
         self._first_room: int | None = None
-        self._planned_for: int | None = None
+        # `BaselineMemory.correction` at the last plan.
+        self._planned_for = 0
         # Bytes of idle buffers that may stay in the memory that is limited.
         self._idle_bytes = 0
         # If the device is the CPU, whose memory is that of the C library.
@@ -186,11 +187,10 @@ class PlannedBudget(Budget):
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
         room = self._room_after(trace.signature)
-        # Items that must stay, and items that others reference.
-        stays = items - nbytes - self._writes.leaving_bytes()
         if self.plan is not None or self._memory.given is not None:
             known = self._decided(nbytes, trace)
-            too_much = known is False and stays + nbytes > room
+            # Items that must stay, and items that others reference, do not leave.
+            too_much = known is False and items - self._writes.leaving_bytes() > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
         self._wait_for_room(items, room)
@@ -217,7 +217,7 @@ class PlannedBudget(Budget):
             return
         begin = perf_counter()
         if self._freed is not None:
-            self._writes.keep_idle_buffers(self._idle_bytes)
+            self._writes.store.pool.keep_idle(self._idle_bytes)
         self._free_what_left()
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
@@ -310,7 +310,6 @@ class PlannedBudget(Budget):
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
-        self._baseline.begin(0)
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
@@ -338,20 +337,16 @@ class PlannedBudget(Budget):
         if scarce and not self._told:
             self._told = True
             logger.warning(
-                "%s: %s cannot be kept: a step takes %s with next to nothing that is saved in "
-                "memory. Give more, train with a smaller batch, or %s.",
-                self._memory.name,
-                format_size(self.limit_bytes),
-                format_size(baseline.most_bytes),
-                CHECKPOINT,
+                f"{self._memory.name}: {format_size(self.limit_bytes)} cannot be kept: a step "
+                f"takes {format_size(baseline.most_bytes)} with next to nothing that is saved in "
+                f"memory. Give more, train with a smaller batch, or {CHECKPOINT}."
             )
-        known = self._planned_for
-        fuller = 0 if known is None else baseline.correction - known
-        worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
         timed = self._timed
         if timed is None or timed.signature != over.signature:
             return  # the device has not told the times of such a pass
-        if known is None or per_event or worth or over.signature not in self._leaves:
+        fuller = baseline.correction - self._planned_for
+        worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
+        if per_event or worth or over.signature not in self._leaves:
             ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
             self._make_plan(timed, ended_at)
 
@@ -360,7 +355,7 @@ class PlannedBudget(Budget):
         given, number = self._memory.given, len(trace.sizes) - 1
         items = () if given is None else given.items
         if number < len(items) and items[number].bytes == nbytes:
-            return items[number].leaves
+            return items[number].does == "leaves"
         return self._leaves.get(trace.signature)
 
     # ------------------------------------------------------------------ room
@@ -370,7 +365,7 @@ class PlannedBudget(Budget):
 
     def _free_what_left(self) -> None:
         self._return_freed()
-        self._writes.release_written()
+        self._writes.store.release_written()
 
     @property
     def _least_room(self) -> int:
@@ -427,12 +422,9 @@ class PlannedBudget(Budget):
             self._profiler.held_until.clear()
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
+        saved, left = trace.saved_bytes, self.plan.moved_bytes
         logger.info(
-            "%s %s: of %s that a forward pass saves %s leave, %s stay%s",
-            self._memory.name,
-            format_size(self.limit_bytes),
-            format_size(trace.saved_bytes),
-            format_size(self.plan.moved_bytes),
-            format_size(trace.saved_bytes - self.plan.moved_bytes),
-            "" if self.plan.hidden else _WAITS,
+            f"{self._memory.name} {format_size(self.limit_bytes)}: of {format_size(saved)} that a "
+            f"forward pass saves {format_size(left)} leave, {format_size(saved - left)} stay"
+            f"{'' if self.plan.hidden else _WAITS}"
         )

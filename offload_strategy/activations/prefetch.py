@@ -13,6 +13,7 @@ these distances; if these are new, by the pass that followed one of this kind th
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -63,16 +64,14 @@ class UseOrderHistory:
         self._following: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._distances: deque[int] = deque(maxlen=_DISTANCES)
 
-    def learn(self, trace: Trace) -> bool:
-        """Learn from a trace; return False if it has nothing new."""
-        if len(trace.uses) == trace.learned:
-            return False
+    def learn(self, trace: Trace) -> None:
+        """Learn from a trace."""
         trace.learned = len(trace.uses)
         first = trace.uses[0][1]
         sequence = [number for number, _, _ in trace.uses]
         due = [at - first - waited for _, at, waited in trace.uses]
         known = self._plans.get(trace.signature)
-        if known is not None and known.due is not None and known.sequence == sequence:
+        if known is not None and known.sequence == sequence:
             # One slow step must not determine the loads of the next.
             due = [(old + new) / 2 for old, new in zip(known.due, due, strict=True)]
         _remember(self._plans, trace.signature, UseOrder(sequence, due), _MOST_PLANS)
@@ -80,7 +79,6 @@ class UseOrderHistory:
             saved = trace.saved_at[number]
             times = (at - waited - saved, saved - trace.saved_at[0])
             _remember(self._idle, trace.prefixes[number], times, _MOST_IDLE_TIMES)
-        return True
 
     def plan(self, trace: Trace) -> UseOrder:
         """Return the learned use order for a pass, or the reverse order of saving."""
@@ -172,14 +170,14 @@ class Prefetcher:
             if not trace.resolve_times():
                 self._untimed.appendleft(trace)
                 break
-            trace.learned = 0
             self._learn_times(trace)
 
     # ------------------------------------------------------------------ uses
     def bytes_of(self, item: SavedItem) -> torch.Tensor:
         """Return the bytes of an offloaded item; `used` must be called after it."""
         trace = item.record.trace
-        self._begin_use(item)
+        if not item.used:
+            self._begin_use(item)
         ticket = item.ticket
         if ticket is None:
             assert item.payload is not None
@@ -212,17 +210,17 @@ class Prefetcher:
     def used(self, item: SavedItem) -> None:
         """Note that backward used an item, and prefetch the next ones."""
         record = item.record
-        if not item.used and self._begin_use(item):
+        if not item.used:
+            self._begin_use(item)
             record.released_bytes += item.nbytes
         self._fetch_ahead(item)
-        if record.trace.complete:
-            self._learn(record.trace)
+        trace = record.trace
+        if len(trace.uses) == len(trace.saved_at):
+            self._learn(trace)
             self._open.pop(record.serial, None)
 
-    def _begin_use(self, item: SavedItem) -> bool:
-        """Record the first use of an item; return whether this is it."""
-        if item.used:
-            return False
+    def _begin_use(self, item: SavedItem) -> None:
+        """Record the first use of an item."""
         record, nbytes = item.record, item.nbytes
         if not record.in_backward:
             self._begin_backward(record)
@@ -234,7 +232,6 @@ class Prefetcher:
                 record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
         self._budget.uses(record.trace, record.resident_bytes, nbytes)
         record.trace.memory_used.append(record.trace.alive_bytes() + record.resident_bytes)
-        return True
 
     def _begin_backward(self, record: ForwardRecord) -> None:
         self._learn_open()
@@ -275,31 +272,30 @@ class Prefetcher:
             self._learn_times(trace)
 
     def _learn_times(self, trace: Trace) -> None:
-        if self.history.learn(trace):
-            self._budget.learn(trace)
-            if trace.waited < _WORTH_SECONDS:
-                self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
+        self.history.learn(trace)
+        self._budget.learn(trace)
+        if trace.waited < _WORTH_SECONDS:
+            self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
 
     # ------------------------------------------------------------------ fetching
     def _fetch_ahead(self, item: SavedItem) -> None:
         """Start the loads that cannot wait until backward uses its next item."""
         record = item.record
-        plan = record.plan
-        place = None if plan is None else plan.position.get(item.number)
-        if plan is None or place is None:
+        place = record.plan.position.get(item.number)
+        if place is None:
             return
         limit, room = self._limit_bytes, self._budget.room(record.trace)
         if limit is None:
             # Kept items that were used have freed memory.
             limit = max(AUTO_BYTES, record.released_bytes) if room is None else room
-        looks = room is not None or self._may_load(record, plan, place, limit)
-        if looks and self._fetch(record, plan, place, limit):
+        looks = room is not None or self._may_load(record, place, limit)
+        if looks and self._fetch(record, place, limit):
             self._fetch_next_record(record, limit - record.loaded_bytes)
         if record.trace.on_device and record.staged_bytes <= record.stage_below:
             staged = max(_STAGED_BYTES, 2 * record.largest)
             self._stage(record, place, staged if room is None else min(staged, room))
 
-    def _may_load(self, record: ForwardRecord, plan: UseOrder, place: int, limit: int) -> bool:
+    def _may_load(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Return whether something has changed since `_fetch` looked for what to load."""
         loaded = record.loaded_bytes
         if loaded <= record.load_below or limit - loaded >= record.load_room:
@@ -308,19 +304,17 @@ class Prefetcher:
             return True
         if record.can_wait is None:
             return False
-        assert plan.due is not None
-        due, nbytes = record.can_wait
-        seconds = self._speed.seconds(nbytes)
-        last = place + 1 >= len(plan.due)
-        return last or seconds is None or self._begin_at(due, seconds) <= plan.due[place + 1]
+        times = record.plan.due
+        return place + 1 >= len(times) or self._begin_at(*record.can_wait) <= times[place + 1]
 
-    def _begin_at(self, due: float, seconds: float) -> float:
-        return due - _LATENCY_SECONDS - self._margin * seconds
+    def _begin_at(self, due: float, nbytes: int) -> float:
+        """Return when loads of so many bytes must begin in order to be over at `due`."""
+        return due - _LATENCY_SECONDS - self._margin * self._speed.seconds(nbytes)
 
-    def _fetch(self, record: ForwardRecord, plan: UseOrder, place: int, limit: int) -> bool:
+    def _fetch(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Prefetch items after a place; return whether those are all that are left."""
-        due, occasion = plan.due, None
-        if self._limit_bytes is None and due is not None and place + 1 < len(due):
+        due, occasion = record.plan.due, None
+        if self._limit_bytes is None and place + 1 < len(due):
             occasion = due[place + 1]
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
@@ -338,10 +332,10 @@ class Prefetcher:
                 break
             if entry.state is TicketState.STORED and item.still_to_load:
                 along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
-                if ahead and not along and occasion is not None and due is not None:
-                    seconds = self._speed.seconds(loading + nbytes)
-                    if seconds is not None and self._begin_at(due[later], seconds) > occasion:
-                        record.can_wait = due[later], loading + nbytes
+                if ahead and not along and occasion is not None:
+                    can_wait = due[later], loading + nbytes
+                    if self._begin_at(*can_wait) > occasion:
+                        record.can_wait = can_wait
                         break
                 if not self._store.prefetch(ticket):
                     has_room = False
@@ -401,5 +395,6 @@ class _Speed:
         self._nbytes = 0.9 * self._nbytes + nbytes
         self._seconds = 0.9 * self._seconds + busy
 
-    def seconds(self, nbytes: int) -> float | None:
-        return nbytes * self._seconds / self._nbytes if self._nbytes else None
+    def seconds(self, nbytes: int) -> float:
+        # Of an unknown speed: nothing can wait.
+        return nbytes * self._seconds / self._nbytes if self._nbytes else math.inf

@@ -16,8 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.budgets import AutomaticBudget, Budget
-from offload_strategy.activations.device_times import DeviceTimes, is_timed
+from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
 from offload_strategy.activations.eligibility import (
     ByteRange,
     UnsupportedTensors,
@@ -26,13 +25,12 @@ from offload_strategy.activations.eligibility import (
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import ForwardRecord, Trace
+from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace, is_timed
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
-from offload_strategy.activations.write_budget import WriteBudget
 from offload_strategy.errors import OffloadError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
@@ -108,8 +106,8 @@ class ActivationOffload:
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
-        # What `_batch_bytes` found, and for which pass.
-        self._batch: tuple[Trace | None, int] = (None, 0)
+        # Of a batch on the CPU.
+        self._batch_bytes = 0
         self._hint = 0
         self._serials = itertools.count()
         self._saved = itertools.count()
@@ -163,13 +161,15 @@ class ActivationOffload:
         """Start a forward pass on this thread; return None if one is already running."""
         if not self.enabled or self._open.record is not None or not other_hooks.may_open():
             return None
-        outer = other_hooks.foreign(ActivationOffload)
+        _, outer = other_hooks.ours_and_foreign(ActivationOffload)
         if self._min_size < sys.maxsize:
             other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
         if self._write_budget is not None:
             self._write_budget.begin_pass()
         self._store.pass_begins()
+        if (latest := self._prefetcher.latest_trace) is not None:
+            self._batch_bytes = batch_bytes(latest.saved_bytes, self._writes.rate(write=True))
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack, self._unpack)
@@ -193,10 +193,11 @@ class ActivationOffload:
     def saving_weights(self) -> Iterator[bool]:
         """Save only streamed weights, by reference; yield whether hooks allow that."""
         allowed = other_hooks.may_open()
-        if not allowed or other_hooks.belong_to(self):
+        owner, outer = other_hooks.ours_and_foreign(ActivationOffload)
+        if not allowed or owner is self:
             yield allowed
             return
-        outer = other_hooks.given_copies_of_frozen_weights(other_hooks.foreign(ActivationOffload))
+        outer = other_hooks.given_copies_of_frozen_weights(outer)
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()
@@ -253,15 +254,12 @@ class ActivationOffload:
         if span is not wanted:
             too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
             span = wanted if too_small or not span.covers(wanted) else span
-        nbytes = span.nbytes
-        if nbytes < self._min_size:
+        if span.nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, nbytes, record)
+        return self._new_item(tensor, span, record)
 
-    def _new_item(
-        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
-    ) -> Packed:
-        trace = record.trace
+    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, span.nbytes
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
@@ -269,7 +267,7 @@ class ActivationOffload:
             trace.on_device = self._writes.on_device = True
             trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, nbytes, prefix)
+        item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
         if leaves and self._write_budget is not None:
@@ -288,19 +286,11 @@ class ActivationOffload:
             flat = torch.empty(0, dtype=torch.uint8, device=device)
             item.payload = flat.set_(tensor.untyped_storage(), span.start, (nbytes,), (1,))
         trace.left_bytes += nbytes
-        together = self._batch_bytes() if tensor.is_cpu else DEVICE_BATCH_BYTES
+        together = self._batch_bytes if tensor.is_cpu else DEVICE_BATCH_BYTES
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
         self._writes.add(item, -next(self._saved), together, device)
         return handle
-
-    def _batch_bytes(self) -> int:
-        """Return the size of a batch; computed once per pass, because this runs for every item."""
-        latest = self._prefetcher.latest_trace
-        if self._batch[0] is not latest:
-            nbytes = 0 if latest is None else latest.saved_bytes
-            self._batch = latest, batch_bytes(nbytes, self._writes.rate(write=True))
-        return 0 if latest is None else self._batch[1]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         tensor = packed.unpack()

@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
-from timeit import default_timer as perf_counter
 
 import torch
 
@@ -31,7 +30,7 @@ from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 from offload_strategy.units import MiB
 
-_CLIENT = "activations"
+CLIENT = "activations"
 #: Of the node that this thread made last.
 _sequence_number = torch._C._autograd._get_sequence_nr
 #: Largest batch in bytes, and as a share of what a forward pass saves.
@@ -55,8 +54,7 @@ def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
 
 
 #: An item, its next use, the node of the operation that saved it, and where that runs.
-_Place = tuple[torch.device, int]
-_Waiting = tuple[weakref.ref[SavedItem], int, int, _Place, torch.Stream | None]
+_Waiting = tuple[weakref.ref[SavedItem], int, int, torch.device, torch.Stream | None]
 
 
 class _Batch(threading.local):
@@ -70,10 +68,8 @@ class _Batch(threading.local):
 class TierWrites:
     """Gives items, which hold their bytes until then, to the store in batches; knows its load."""
 
-    def __init__(
-        self, store: TensorStore, tiers: Sequence[Tier], *, keep_originals: bool = False
-    ) -> None:
-        self._store = store
+    def __init__(self, store: TensorStore, tiers: Sequence[Tier], *, keep_originals: bool) -> None:
+        self.store = store
         self._keep_originals = keep_originals
         self._tiers = list(tiers)
         self._host = [tier for tier in tiers if tier.is_host_memory]
@@ -85,13 +81,12 @@ class TierWrites:
     # ------------------------------------------------------------------ batches
     def add(self, item: SavedItem, next_use: int, at_least: int, device: torch.device) -> None:
         """Add an item to this thread's batch, which leaves at so many bytes; see `put`."""
-        stream, place, batch = None, (device, 0), self._batch
+        stream, batch = None, self._batch
         if is_asynchronous(device):  # where each pack has settled before
             stream = current_stream(device)
-            place = (device, stream.stream_id)
         else:
             self.settle(item.record.trace, at_least)
-        batch.items.append((weakref.ref(item), next_use, _sequence_number(), place, stream))
+        batch.items.append((weakref.ref(item), next_use, _sequence_number(), device, stream))
         batch.nbytes += item.nbytes
 
     def settle(self, trace: Trace, at_least: int) -> None:
@@ -107,7 +102,7 @@ class TierWrites:
         node = None if ended else _sequence_number()
         found = []
         for one in waiting:
-            reference, next_use, saved_by, place, stream = one
+            reference, next_use, saved_by, device, stream = one
             item = reference()
             if item is None or item.payload is None:
                 continue
@@ -117,59 +112,44 @@ class TierWrites:
                 continue
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
-            found.append((place, stream, item, item.payload, next_use))
-        stalled = self._stalled_seconds()
-        for _, group in itertools.groupby(found, itemgetter(0)):
-            _, streams, items, payloads, next_uses = zip(*group, strict=True)
+            found.append(((device, stream), item, item.payload, next_use))
+        stall_seconds = self.store.recorder.stall_seconds
+        stalled = stall_seconds[CLIENT]
+        for (_, stream), group in itertools.groupby(found, itemgetter(0)):
+            _, items, payloads, next_uses = zip(*group, strict=True)
             hints = (True, payloads[0].is_cpu)
-            tickets = self._store.put_all(
-                payloads, _CLIENT, self._tiers, next_uses, hints, compute=streams[0]
+            tickets = self.store.put_all(
+                payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
             )
             for item, ticket in zip(items, tickets, strict=True):
                 item.ticket = ticket
                 item.storage.entry = ticket.entry
                 item.payload = None
         if trace is not None:
-            trace.held += self._stalled_seconds() - stalled
+            trace.held += stall_seconds[CLIENT] - stalled
 
     def discard(self) -> None:
         """Keep this thread's batch in memory, because its pass has failed."""
         self._batch.items, self._batch.nbytes = [], 0
 
     # ------------------------------------------------------------------ load of the tiers
-    def writing_bytes(self) -> int:
-        """Return the bytes of all clients that are to be written."""
-        return self._store.writing_bytes
-
     def leaving_bytes(self) -> int:
         """Return the bytes of activations that are leaving the computing device's memory."""
         if self.on_device:
-            leaving = sum(engine.source_bytes() for engine in tuple(self._store.copies.values()))
+            leaving = sum(engine.source_bytes() for engine in tuple(self.store.copies.values()))
         else:
-            leaving = self._store.writing_bytes_of(_CLIENT)
+            leaving = self.store.writing_bytes_of(CLIENT)
         return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int, seconds: float) -> None:
         """Free so many of the bytes that leave the computing device, within so many seconds."""
         self.flush()
-        leaving = self.leaving_bytes() - self._batch.nbytes
-        at_most = max(0, leaving - nbytes)
+        at_most = max(0, self.leaving_bytes() - self._batch.nbytes - nbytes)
         if self.on_device:
-            for engine in tuple(self._store.copies.values()):
+            for engine in tuple(self.store.copies.values()):
                 engine.release_sources(at_most)
-        elif leaving > at_most:
-            self._store.await_writes(_CLIENT, at_most, seconds, own=True)
-
-    def release_written(self) -> None:
-        """Free the memory of what was written."""
-        self._store.release_written()
-
-    def keep_idle_buffers(self, nbytes: int) -> None:
-        """Keep at most so many bytes of idle buffers from now on."""
-        self._store.pool.keep_idle(nbytes)
-
-    def _stalled_seconds(self) -> float:
-        return self._store.recorder.stall_seconds[_CLIENT]
+        else:
+            self.store.await_writes(CLIENT, at_most, seconds, own=True)
 
     def rate(self, *, write: bool) -> float | None:
         """Return the bytes per second of all paths together, or None if unknown."""
@@ -180,9 +160,3 @@ class TierWrites:
     def has_room_in_memory(self, nbytes: int) -> bool:
         """Return whether a host tier has room for so many bytes."""
         return any(tier.has_room(nbytes) for tier in self._host)
-
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        """Wait until at most so many bytes are to be written, or so long; return the seconds."""
-        begin = perf_counter()
-        self._store.await_writes(_CLIENT, nbytes, seconds)
-        return perf_counter() - begin

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offload_strategy.activations.budgets import WriteBudget
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
-from offload_strategy.activations.write_budget import WriteBudget
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers

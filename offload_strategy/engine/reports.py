@@ -23,9 +23,8 @@ from offload_strategy.engine.run_report import RunReport, timeline
 from offload_strategy.engine.step_log import StepLog, compare_step, compared_path
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.subgroup_update import UpdateTiming
-from offload_strategy.plan_runtime.lifetime_plan import MemoryCurve
 from offload_strategy.plan_runtime.predicted_and_measured import best_changes
-from offload_strategy.plan_runtime.profile import Profile, Update
+from offload_strategy.plan_runtime.profile import MemoryCurve, Profile, Update
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
 from offload_strategy.telemetry import Recorder, get_logger, write_trace

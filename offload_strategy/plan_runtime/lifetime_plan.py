@@ -26,6 +26,7 @@ from pydantic import Field
 
 from offload_strategy.plan_runtime.profile import (
     FORMAT,
+    MemoryCurve,
     PathRates,
     Profile,
     load_json,
@@ -120,67 +121,14 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
 
 
-class MemoryCurve:
-    """Required bytes over a step: of tensors, and of baseline memory."""
-
-    def __init__(self, profile: Profile) -> None:
-        #: Starts of segments, and the end of the step.
-        self.moments = sorted({0.0, profile.step_seconds})
-        self.levels = [0] * (len(self.moments) - 1)
-        ends = [*(moment for moment, _ in profile.baseline[1:]), profile.step_seconds]
-        for (begin, nbytes), end in zip(profile.baseline, ends, strict=True):
-            self.add(begin, end, nbytes)
-        for tensor in profile.tensors:
-            self.add(*tensor.uses, tensor.nbytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest number of required bytes."""
-        return max(self.levels, default=0)
-
-    def add(self, begin: float, end: float, nbytes: int) -> None:
-        """Add bytes (or subtract them) in a span; what lies beyond the step does not count."""
-        step = self.moments[-1]
-        low, high = self._cut(min(begin, step)), self._cut(min(end, step))
-        for place in range(low, high):
-            self.levels[place] += nbytes
-
-    def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
-        """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
-        gained, moments, levels = 0.0, self.moments, self.levels
-        place = bisect_right(moments, begin) - 1
-        while place < len(levels) and moments[place] < end:
-            if (above := levels[place] - limit) > 0:
-                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
-                gained += (above if above < nbytes else nbytes) * seconds
-            place += 1
-        return gained
-
-    def since(self, begin: float, end: float, level: int) -> float:
-        """Return from when on, after `begin`, at most `level` bytes are required until `end`."""
-        place = bisect_left(self.moments, end) - 1
-        while place >= 0 and self.moments[place + 1] > begin:
-            if self.levels[place] > level:
-                return self.moments[place + 1]
-            place -= 1
-        return begin
-
-    def _cut(self, moment: float) -> int:
-        """Return the segment that starts at a time, splitting one if necessary."""
-        place = bisect_left(self.moments, moment)
-        if place == len(self.moments) or self.moments[place] != moment:
-            self.moments.insert(place, moment)
-            self.levels.insert(place, self.levels[place - 1])
-        return place
-
-
 class Timeline:
     """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
 
-    Times may be negative or beyond the end of a step: such a transfer comes too late.
+    Reads are planned back from their ends, on a timeline that runs backwards: its times are
+    negated. Times may lie before or after the step: such a transfer comes too late.
     """
 
-    def __init__(self, bytes_per_second: float = 1.0) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
         self._begins: list[float] = []
         self._ends: list[float] = []
@@ -194,16 +142,6 @@ class Timeline:
             left -= max(0.0, free)
             now = max(now, self._ends[place])
         return now + left
-
-    def before(self, end: float, nbytes: float) -> float:
-        """Return when the move of a tensor must start at the latest that must be there at `end`."""
-        now, left = end, nbytes / self._rate
-        for place in range(bisect_left(self._begins, end) - 1, -1, -1):
-            if (free := now - self._ends[place]) >= left:
-                break
-            left -= max(0.0, free)
-            now = min(now, self._begins[place])
-        return now - left
 
     def book(self, begin: float, end: float) -> None:
         """Reserve all free seconds of a span."""
@@ -247,18 +185,16 @@ class _Planner:
 
         def look(move: PlannedMove) -> _Offer | None:
             written = self._writes.after(move.leaves_at, move.nbytes)
-            return self._offer(move, written, self._reads.before(move.needed_at, move.nbytes))
+            return self._offer(move, written, -self._reads.after(-move.needed_at, move.nbytes))
 
-        for number, offer in self._best(look):
-            move = self._left.pop(number)
+        for move, offer in self._best(look):
             self._curve.add(offer.gone, offer.back, -move.nbytes)
             self._book(move, offer.written, offer.back, hidden=True)
 
     def force(self) -> None:
         """Select further moves, for which training will wait."""
         forced = []
-        for number, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
-            move = self._left[number]
+        for move, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
             self._curve.add(move.gone_at, move.needed_at, -move.nbytes)
             forced.append(move)
         for move in sorted(forced, key=lambda move: move.needed_at):
@@ -268,8 +204,10 @@ class _Planner:
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
-    def _best(self, look: Callable[[PlannedMove], _Offer | None]) -> Iterator[tuple[int, _Offer]]:
-        """Yield moves, the best offer of `look` first, until the step fits."""
+    def _best(
+        self, look: Callable[[PlannedMove], _Offer | None]
+    ) -> Iterator[tuple[PlannedMove, _Offer]]:
+        """Take moves out of the possible ones, the best offer of `look` first, until it fits."""
         queue = [
             (*offer.rank(move), number)
             for number, move in self._left.items()
@@ -284,7 +222,7 @@ class _Planner:
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
-                yield number, offer
+                yield self._left.pop(number), offer
 
     def _offer(self, move: PlannedMove, written: float, back: float) -> _Offer | None:
         """Return the offer for being away in a span; None if that relieves nothing."""
@@ -297,7 +235,7 @@ class _Planner:
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
         self._writes.book(move.leaves_at, written)
-        self._reads.book(back, move.needed_at)
+        self._reads.book(-move.needed_at, -back)
         gone = max(written, move.gone_at)
         urgent = back - gone < _SLACK * self._path.seconds(move.nbytes, write=False)
         self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
@@ -314,11 +252,6 @@ class PlannedItem:
     item: int
     bytes: Annotated[int, Field(ge=0)]
     does: Literal["leaves", "stays"]
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the tensor is offloaded."""
-        return self.does == "leaves"
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,8 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     for number in sorted(numbers, key=lambda number: (-tensors[number].uses[1], -number)):
         tensor = tensors[number]
         leaves, needed = tensor.uses
-        fetch = reads.before(needed, tensor.nbytes)
-        reads.book(fetch, needed)
+        fetch = -reads.after(-needed, tensor.nbytes)
+        reads.book(-needed, -fetch)
         fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
         what = (number, tensor.name, tensor.nbytes, path.name)
         moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))

@@ -10,11 +10,13 @@ one that contradicts the types of its dataclass.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,12 +130,7 @@ class Profile:
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step without offload."""
-        levels = itertools.pairwise([(0.0, 0), *self.baseline])
-        changes = [(moment, nbytes - before) for (_, before), (moment, nbytes) in levels]
-        for tensor in self.tensors:
-            begin, end = tensor.uses
-            changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
-        return max(itertools.accumulate(change for _, change in sorted(changes)))
+        return MemoryCurve(self).peak_bytes
 
     def save(self, file: Path) -> None:
         """Write the profile as JSON."""
@@ -146,6 +143,64 @@ class Profile:
         return load_json(file, cls, "a profile", how)
 
 
+class MemoryCurve:
+    """Required bytes over a step: of tensors, and of baseline memory."""
+
+    def __init__(self, profile: Profile) -> None:
+        step = profile.step_seconds
+        changes = Counter({0.0: 0, step: 0})
+        for (_, before), (moment, nbytes) in pairwise([(0.0, 0), *profile.baseline]):
+            changes[min(moment, step)] += nbytes - before
+        for tensor in profile.tensors:
+            begin, end = tensor.uses
+            changes[min(begin, step)] += tensor.nbytes
+            changes[min(end, step)] -= tensor.nbytes
+        #: Starts of segments, and the end of the step.
+        self.moments = sorted(changes)
+        self.levels = list(accumulate(changes[moment] for moment in self.moments[:-1]))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of required bytes."""
+        return max(self.levels, default=0)
+
+    def add(self, begin: float, end: float, nbytes: int) -> None:
+        """Add bytes (or subtract them) in a span; what lies beyond the step does not count."""
+        step = self.moments[-1]
+        low, high = self._cut(min(begin, step)), self._cut(min(end, step))
+        for place in range(low, high):
+            self.levels[place] += nbytes
+
+    def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
+        """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
+        gained, moments, levels = 0.0, self.moments, self.levels
+        place = bisect_right(moments, begin) - 1
+        while place < len(levels) and moments[place] < end:
+            if (above := levels[place] - limit) > 0:
+                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
+                gained += (above if above < nbytes else nbytes) * seconds
+            place += 1
+        return gained
+
+    def since(self, begin: float, end: float, level: int) -> float:
+        """Return from when on, after `begin`, at most `level` bytes are required until `end`."""
+        place = bisect_left(self.moments, end) - 1
+        while place >= 0 and self.moments[place + 1] > begin:
+            if self.levels[place] > level:
+                return self.moments[place + 1]
+            place -= 1
+        return begin
+
+    def _cut(self, moment: float) -> int:
+        """Return the segment that starts at a time, splitting one if necessary."""
+        place = bisect_left(self.moments, moment)
+        if place == len(self.moments) or self.moments[place] != moment:
+            self.moments.insert(place, moment)
+            self.levels.insert(place, self.levels[place - 1])
+        return place
+
+
+# ---------------------------------------------------------------------- files
 def save_json(file: Path, figures: Mapping[str, Any]) -> None:
     """Write figures by name as JSON; raise a ConfigError if that fails."""
     write_text(file, json_for_others({"format": FORMAT, **figures}, indent=1) + "\n")

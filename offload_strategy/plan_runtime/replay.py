@@ -81,18 +81,6 @@ class _Lane:
     waiting: deque[_Transfer] = field(default_factory=deque)
     busy: bool = False
 
-    def next(self, room: float) -> _Transfer | None:
-        """Take the transfer that starts now from the queue, if so many bytes of memory are free."""
-        if self.busy or not self.waiting:
-            return None
-        # A read without room must not block a write that would free some.
-        fits = (one for one in self.waiting if one.urgent or not one.takes)
-        head = self.waiting[0]
-        found = head if head.takes <= room else next(fits, None)
-        if found is not None:
-            self.waiting.remove(found)
-        return found
-
 
 @dataclass(eq=False, slots=True)
 class _Tensor:
@@ -192,7 +180,10 @@ class _Replay:
                     stalls[cause] += self._now - since
                     self._waits = False
                 happen()
-        self._done = self._finished(computing, stalls)
+        seconds, busy = self._now - self._began, self._busy.items()
+        lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
+        peak = max(nbytes for _, nbytes in self._curve)
+        self._done = StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))
 
     def _go_on(self) -> None:
         if (seconds := next(self._training, None)) is not None:
@@ -393,8 +384,16 @@ class _Replay:
 
     def _serve(self, lane: _Lane) -> None:
         """Start the next transfer of a lane that is idle."""
-        if (transfer := lane.next(self._limit - self._memory)) is None:
+        if lane.busy or not lane.waiting:
             return
+        transfer: _Transfer | None = lane.waiting[0]
+        if lane.waiting[0].takes > self._limit - self._memory:
+            # For want of room a tensor must not block states, or what training waits for.
+            others = (one for one in lane.waiting if one.urgent or not one.takes)
+            transfer = next(others, None)
+        if transfer is None:
+            return
+        lane.waiting.remove(transfer)
         lane.busy = transfer.begun = True
         self._count(transfer.takes)
         seconds = lane.rates.seconds(transfer.nbytes, write=transfer.write)
@@ -421,9 +420,3 @@ class _Replay:
         self._read: set[int] = set()
         self._asked = self._updated = 0
         self._reading_states = False
-
-    def _finished(self, computing: float, stalls: dict[str, float]) -> StepReplay:
-        seconds, busy = self._now - self._began, self._busy.items()
-        lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
-        peak = max(nbytes for _, nbytes in self._curve)
-        return StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))

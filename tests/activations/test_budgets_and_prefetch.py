@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadConfig
-from offload_strategy.activations import write_budget
+from offload_strategy.activations import budgets
 from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.prefetch import UseOrderHistory
@@ -34,7 +34,9 @@ class SlowPath:
     def __init__(self, waiting=0, write=None, read=None, memory=0, clears=False):
         self.waiting, self.write, self.read, self.memory = waiting, write, read, memory
         self.clears, self.waits = clears, []
+        self.store = self
 
+    @property
     def writing_bytes(self):
         return self.waiting
 
@@ -44,11 +46,10 @@ class SlowPath:
     def has_room_in_memory(self, nbytes):
         return nbytes <= self.memory
 
-    def await_writing_at_most(self, nbytes, seconds):
+    def await_writes(self, client, nbytes, seconds):
         self.waits.append(seconds)
         if self.clears:
             self.waiting = min(self.waiting, nbytes)
-        return 0.0
 
 
 def step(saved, left, waited=0.0):
@@ -240,7 +241,7 @@ class Training:
 
     def __init__(self, disk, monkeypatch):
         self.disk, self.now, self.written = disk, 1000.0, []
-        for module in (write_budget, engine_metrics):
+        for module in (budgets, engine_metrics):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
     def config(self, per_step, host=None):

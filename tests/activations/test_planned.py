@@ -35,6 +35,7 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.idle = self.waits = 0
+        self.store = self.pool = self
         self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
         for _ in range(passes):
@@ -63,7 +64,7 @@ class Training:
     def release_written(self):
         pass
 
-    def keep_idle_buffers(self, nbytes):
+    def keep_idle(self, nbytes):
         self.idle = nbytes
 
     def leaving_bytes(self):

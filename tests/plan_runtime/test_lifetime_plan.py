@@ -117,7 +117,7 @@ def test_a_file_says_of_every_tensor_what_is_to_become_of_it(tmp_path):
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"
     assert json.loads(file.read_text())["limit"] == 500 * MB
     file.write_text(file.read_text().replace("leaves", "stays"))  # changed by hand
-    assert not any(item.leaves for item in load_plan(file).items)
+    assert all(item.does == "stays" for item in load_plan(file).items)
 
 
 @pytest.mark.parametrize(
