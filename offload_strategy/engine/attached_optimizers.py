@@ -97,11 +97,11 @@ class AttachedOptimizers:
         state_bytes = sum(supported.state_bytes)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
-        kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer
+        kind: Any = type(optimizer)
         wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
@@ -120,7 +120,9 @@ class AttachedOptimizers:
             claim=WeakHook(self._claim),
         )
         self._wrapped.add(wrapped)
-        self._guard(optimizer)
+        self._unguard(optimizer)  # an earlier wrapper of it was freed
+        refuse = WeakHook(self._refuse, weakref.ref(optimizer))
+        self._guards[optimizer] = optimizer.register_step_pre_hook(refuse)
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
@@ -160,16 +162,11 @@ class AttachedOptimizers:
         for inner in list(self._guards):
             self._unguard(inner)
 
-    def _guard(self, inner: Optimizer) -> None:
-        """Make the user's own optimizer refuse to step while the engine lives.
+    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
+        """Keep the user's own optimizer from stepping while the engine lives.
 
         It would create new states in memory, or find gradients that were consumed.
         """
-        self._unguard(inner)
-        refuse = WeakHook(self._refuse, weakref.ref(inner))
-        self._guards[inner] = inner.register_step_pre_hook(refuse)
-
-    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
         # The wrapping optimizer runs these hooks with itself as argument, and so does a class
         # whose step() calls its base class on the stand-in for one subgroup.
         if optimizer is own():

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
+from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.telemetry import get_logger
@@ -41,14 +42,14 @@ _WORKSPACE_SHARE = 0.1
 class AutomaticChoice:
     """Decides for the sections of a config whose ``enabled`` is 'auto'.
 
-    `limit` is that of training, with its meter. Buffers take at most `pinned_bytes`; weights can be
-    streamed only if there is a tier for them.
+    `limit` is that of training, with its meter.
     """
 
-    def __init__(self, config: OffloadConfig, pinned_bytes: int, *, can_stream: bool) -> None:
+    def __init__(self, config: OffloadConfig, resources: Resources) -> None:
         self._config = config
-        self._pinned_bytes = pinned_bytes
-        self._can_stream = can_stream and config.parameters.enabled == "auto"
+        self._pinned_bytes = resources.pinned_bytes
+        has_tier = bool(resources.clients.get("parameters"))
+        self._can_stream = has_tier and config.parameters.enabled == "auto"
         planned = MemoryLimit.configured(config.planning)
         if planned is None:
             nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)

@@ -131,7 +131,8 @@ class EngineWeights:
                 "save_weights: the model is sharded, and each rank has a part of it. Save it with "
                 "torch.distributed.checkpoint."
             )
-        read = _unchanged if self._stream is None else self._stream.read
+        stream = self._stream
+        read = stream.read if stream is not None else lambda tensor: nullcontext(tensor.detach())
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
     def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:
@@ -179,7 +180,3 @@ def _device_for(model: nn.Module) -> torch.device:
     """Return the device for parameters on the meta device."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, None) or torch.get_default_device()
-
-
-def _unchanged(tensor: torch.Tensor) -> nullcontext[torch.Tensor]:
-    return nullcontext(tensor.detach())

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import os
 import platform
-import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
-from torch import nn
 
-from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
@@ -41,7 +38,6 @@ class EngineReports(EngineWeights):
     _activations: ActivationOffload | None
     _optimizers: AttachedOptimizers
     _choice: AutomaticChoice
-    _hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]]
     _metrics: Metrics
     _log: StepLog
     _device: torch.device
@@ -63,14 +59,15 @@ class EngineReports(EngineWeights):
         stream, config = self._stream, self.config
         if stream is None:
             raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
+        order, learned = stream.schedule()
         passes = [
             BlockPass(block.name, backward, block.nbytes, block.trained, int(block.trained * share))
-            for block, backward in stream.schedule()
+            for block, backward in order
         ]
         return weight_schedule(
             passes,
             config.parameters.blocks_in_flight,
-            learned=stream.has_seen_a_step,
+            learned=learned,
             updates=config.optimizer.overlap != "off",
         )
 
