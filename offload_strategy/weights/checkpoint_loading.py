@@ -9,10 +9,11 @@ written.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,15 +37,10 @@ _WINDOW_BYTES = 64 * MiB
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Missing and unexpected names of a loaded checkpoint.
+    """Names that only one of model and loaded checkpoint has."""
 
-    Args:
-        missing: names in the model that are not in the checkpoint; tied tensors count once.
-        unexpected: names in the checkpoint that are not in the model.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    missing: list[str]  # In the model and not in the checkpoint; tied tensors count once
+    unexpected: list[str]  # In the checkpoint and not in the model
 
 
 @dataclass(frozen=True)
@@ -110,10 +106,9 @@ class Loader:
 
     def _copy_values(self, model: nn.Module, one: _Match) -> None:
         """Copy values into a tensor that is not streamed."""
-        tensor = one.tensor
+        tensor, stream = one.tensor, self.stream
         if tensor.is_meta:
-            tensor = self._materialized(model, tensor)
-        stream = self.stream
+            materialize(tensor, self.device)
         if one.stored.nbytes:  # the last ranks may have no rows of a small tensor
             ticket = self._file_ticket(one, torch.device("cpu"))
             flat = self.store.get(ticket)
@@ -124,18 +119,6 @@ class Loader:
             self.store.free(ticket)
         if stream is not None and isinstance(tensor, nn.Parameter):
             stream.stream_parameter(one.name, tensor, model)
-
-    def _materialized(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a meta parameter or buffer on the loader's device."""
-        if isinstance(tensor, nn.Parameter):
-            materialize(tensor, self.device)
-            return tensor
-        values = torch.empty_like(tensor, device=self.device)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is tensor:
-                    module._buffers[key] = values
-        return values
 
     def _copied(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
         """Yield tickets of copies on the tiers, with a window of reads and writes in flight."""
@@ -154,8 +137,7 @@ class Loader:
             size, device = one.stored.nbytes, self._device_of(one.tensor)
             ahead -= size
             payload = store.take(ticket)
-            while store.writing_bytes and store.writing_bytes + size > half:
-                store.await_writes(_CLIENT, max(0, half - size), seconds=1.0)
+            store.await_writes(_CLIENT, max(0, half - size), seconds=math.inf)
             on_host = device.type == "cpu"
             yield one, store.put(payload.to(device), _CLIENT, self.tiers, whole_pages=on_host)
 

@@ -77,8 +77,9 @@ class ParameterRegistry:
         found = after_collection(others)
         for parameter, its_owners in found.items():
             if not its_owners <= {*peers}:
+                name = self._names.get(parameter) or f"of shape {tuple(parameter.shape)}"
                 raise ConfigError(
-                    f"attach: the parameter {self.name_of(parameter)!r} is attached with another "
+                    f"attach: the parameter {name!r} is attached with another "
                     f"optimizer already, by another engine. Attach each parameter to one engine. "
                     f"Close the other engine first if it is a leftover."
                 )
@@ -90,10 +91,6 @@ class ParameterRegistry:
         """Release the parameters of an optimizer. Idempotent."""
         for parameter in parameters:
             _state_owners.get(parameter, weakref.WeakSet()).discard(owner)
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """Return its name in the attached model, or its shape."""
-        return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
 
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:

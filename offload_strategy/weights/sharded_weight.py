@@ -169,11 +169,10 @@ class ShardedWeight(StreamedWeight):
 
     def load(self) -> None:
         """Load the bytes, or wait for the stream that used them last."""
-        with self._lock:
-            if self.is_resident:
-                self._await_last_use()
-            super().load()
-            self._note_use()
+        if self.is_resident:
+            self._await_last_use()
+        super().load()
+        self._note_use()
 
     def offload(self) -> None:
         """Offload the bytes as they are after their last use."""
@@ -203,18 +202,16 @@ class ShardedWeight(StreamedWeight):
 
     def acquire(self) -> None:
         """Load the bytes, and make them the local tensor until `release`."""
-        with self._lock:
-            super().acquire()
-            if self._unguarded == 1:
-                self._set_local(self.local_values())
+        super().acquire()
+        if self._unguarded == 1:
+            self._set_local(self.local_values())
 
     def release(self) -> None:
         """Undo one `acquire`."""
-        with self._lock:
-            self._note_use()
-            if self._unguarded == 1:
-                self._set_local(None)
-            super().release()
+        self._note_use()
+        if self._unguarded == 1:
+            self._set_local(None)
+        super().release()
 
     def _set_local(self, local: torch.Tensor | None) -> None:
         """Make a tensor the local one; None for one without bytes."""

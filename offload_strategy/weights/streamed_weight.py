@@ -26,8 +26,9 @@ _UNSHARED_USE_COUNT = 2
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
-    It does not keep the parameter alive. The lock is held while the bytes are loaded or offloaded;
-    `on_access` is called when the parameter is accessed outside its block.
+    It does not keep the parameter alive. Whoever loads, acquires, releases or offloads it holds the
+    lock. `on_access` is called when the parameter is accessed outside its block; `saving` makes a
+    context that recognizes saved weights, and yields False if it cannot.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class StreamedWeight:
         lock: AbstractContextManager[Any],
     ) -> None:
         self.name = name
-        self._take_form(parameter)
+        self._take_form(parameter)  # a meta tensor of its shape, strides and dtype
         #: Number of blocks and accesses that need the bytes now.
         self.users = 0
         # Blocks among them; during an access it stays guarded, to see other threads' accesses.
@@ -118,20 +119,18 @@ class StreamedWeight:
 
     def acquire(self) -> None:
         """Load the bytes, keep them until `release`, and remove the guard meanwhile."""
-        with self._lock:
-            self.load()
-            self.users += 1
-            self._unguarded += 1
-            if self._unguarded == 1 and (parameter := self.parameter()) is not None:
-                unguard(parameter)
+        self.load()
+        self.users += 1
+        self._unguarded += 1
+        if self._unguarded == 1 and (parameter := self.parameter()) is not None:
+            unguard(parameter)
 
     def release(self) -> None:
         """Undo one `acquire`."""
-        with self._lock:
-            self.users -= 1
-            self._unguarded -= 1
-            if self._unguarded == 0 and (parameter := self.parameter()) is not None:
-                guard(parameter, self)
+        self.users -= 1
+        self._unguarded -= 1
+        if self._unguarded == 0 and (parameter := self.parameter()) is not None:
+            guard(parameter, self)
 
     @keeps_grad_mode
     def begin_access(self) -> None:
