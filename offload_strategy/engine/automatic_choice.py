@@ -192,12 +192,12 @@ class AutomaticChoice:
     def effective(self, limit_bytes: int | None) -> OffloadConfig:
         """Return the config with everything decided; `limit_bytes` is that of activations."""
         config = self._config.model_copy()
+        sections = config.__dict__
         for client, decided in self._decided.items():
-            section = getattr(config, client).model_copy(update={"enabled": decided})
-            config.__dict__[client] = section
+            sections[client] = sections[client].model_copy(update={"enabled": decided})
         if config.activations.enabled == "auto":
-            config.__dict__["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
+            sections["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
             if limit_bytes and config.planning.device_memory is None:
-                planning = config.planning.model_copy(update={"device_memory": limit_bytes})
-                config.__dict__["planning"] = planning
+                limit = {"device_memory": limit_bytes}
+                sections["planning"] = config.planning.model_copy(update=limit)
         return config

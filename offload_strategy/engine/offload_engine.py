@@ -178,7 +178,7 @@ class OffloadEngine(EngineReports):
         return wrapped
 
     def _hook(self, model: nn.Module, *, may_be_attached: bool) -> None:
-        if may_be_attached and model in self._hooks:
+        if may_be_attached and model in self._registry.modules:
             return
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
@@ -206,7 +206,7 @@ class OffloadEngine(EngineReports):
             self._hooks.pop(model).remove()
         if self._stream is not None:
             self._stream.detach(model)
-        self._registry.remove_module(model)
+        self._registry.modules.discard(model)
 
     def save_weights_by(self, save: Callable[[torch.Tensor], Packed | None]) -> None:
         """Replace saved weights by handles of a framework that partitions weights itself.
@@ -305,11 +305,11 @@ class OffloadEngine(EngineReports):
         self.save_report()
         if self._activations is not None:
             self._activations.enabled = False
-        for model, hooks in list(self._hooks.items()):
+        for hooks in self._hooks.values():
             hooks.remove()
-            self._registry.remove_module(model)
         self._hooks.clear()
         leave_interrupted_calls()  # of models that were freed
+        self._registry.modules.clear()
         self._log.close()
         self._optimizers.close()
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.weights.guarded_parameter import GuardedParameter
@@ -23,7 +23,7 @@ _LAZY = (UninitializedBuffer, UninitializedParameter)
 # Shared by all engines of the process, so that no two engines offload the same parameter's states
 # or the same module's activations.
 _state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_registries: weakref.WeakSet[ParameterRegistry] = weakref.WeakSet()
 
 _Found = TypeVar("_Found")
 
@@ -32,7 +32,9 @@ class ParameterRegistry:
     """The modules and parameters that are attached to one engine."""
 
     def __init__(self) -> None:
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        _registries.add(self)
+        #: The attached modules.
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Those of lazy modules that had no storage yet at the last refresh.
@@ -46,21 +48,14 @@ class ParameterRegistry:
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
                 f"Attach the model itself, after its layers are created."
             )
-        if after_collection(lambda: _owner_of(module)):
+        if after_collection(lambda: any(module in each.modules for each in _registries)):
             raise ConfigError(
                 f"attach: this {type(module).__name__} is attached already. Attach a model once, "
                 f"or close the engine that has it (engine.close()) first."
             )
-        _module_owner[module] = weakref.ref(self)
-        self._modules.add(module)
+        self.modules.add(module)
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
-
-    def remove_module(self, module: nn.Module) -> None:
-        """Release a module. Idempotent."""
-        if _owner_of(module) is self:
-            del _module_owner[module]
-        self._modules.discard(module)
 
     def claim_states(
         self, parameters: Sequence[torch.Tensor], owner: object, peers: Collection[object]
@@ -97,7 +92,7 @@ class ParameterRegistry:
         """Update which storages hold weights; called at the start of each forward pass."""
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._lazy.clear()
-        for module in list(self._modules):
+        for module in list(self.modules):
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
@@ -131,11 +126,6 @@ def after_collection(find: Callable[[], _Found]) -> _Found:
         gc.collect()
         return find()
     return found
-
-
-def _owner_of(module: nn.Module) -> object | None:
-    reference = _module_owner.get(module)
-    return None if reference is None else reference()
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

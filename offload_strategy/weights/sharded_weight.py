@@ -228,16 +228,12 @@ class ShardedWeight(StreamedWeight):
         new = given._local_tensor
         if (isinstance(new, StreamedShard) and new.weight is self) or self.users:
             return
-        if (new.shape, new.dtype, new.device) != (
-            self.local_form.shape,
-            self.local_form.dtype,
-            self.device,
-        ):
+        form, device = self.local_form, self.device
+        if (new.shape, new.dtype, new.device) != (form.shape, form.dtype, device):
             raise OffloadError(
                 f"the shard of {self.name!r} was replaced by one of shape {tuple(new.shape)}, "
-                f"{new.dtype} on {new.device}; it was {tuple(self.local_form.shape)}, "
-                f"{self.local_form.dtype} on {self.device}. Move or convert a model before it is "
-                f"attached."
+                f"{new.dtype} on {new.device}; it was {tuple(form.shape)}, {form.dtype} on "
+                f"{device}. Move or convert a model before it is attached."
             )
         self.begin_access()
         try:
@@ -259,12 +255,10 @@ class ShardedWeight(StreamedWeight):
             return
         values = flat.detach()
         fsdp_param._sharded_param_data = values
-        is_here = restore or self.is_resident
-        self._set_local(
-            self._without_padding(values)
-            if is_here
-            else nan_placeholder(self.local_form, self.device)
-        )
+        local = nan_placeholder(self.local_form, self.device)
+        if restore or self.is_resident:
+            local = self._without_padding(values)
+        self._set_local(local)
         del fsdp_param.reset_sharded_param
 
 
