@@ -138,8 +138,9 @@ def test_sections_that_are_off_change_nothing(disk):
         assert not net._forward_hooks
         with engine.forward():
             train(net, optimizer)
-        assert engine.attach(model()) is None
+        engine.attach(net, SGD(net.parameters(), 0.1))  # once more, with another optimizer
         assert engine.metrics()["offload/activations/written_bytes"] == 0
+    assert OffloadEngine(settings(disk, activations=off, optimizer=off)).attach(net) is None
 
 
 # ---------------------------------------------------------------------- the end
