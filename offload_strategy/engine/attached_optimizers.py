@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import OptimizerConfig
@@ -34,6 +35,9 @@ from offload_strategy.weights.parameter_registry import ParameterRegistry, after
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
+
+# Of all engines of the process, so that no two offload the same parameter's states.
+_state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class AttachedOptimizers:
@@ -141,8 +145,24 @@ class AttachedOptimizers:
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
         """Claim its parameters; optimizers that share some update in `step()` from now on."""
-        sharing = self._registry.claim_states(optimizer.parameters(), optimizer, self._wrapped)
-        if any([each.stop_overlap() for each in {optimizer, *self} if each in sharing]):
+        parameters = optimizer.parameters()
+
+        def others() -> dict[torch.Tensor, set[OffloadedOptimizer]]:
+            owners = {p: {*_state_owners.get(p, ())} - {optimizer} for p in parameters}
+            return {parameter: found for parameter, found in owners.items() if found}
+
+        shared = after_collection(others)
+        for parameter, owners in shared.items():
+            if not owners <= {*self}:
+                raise ConfigError(
+                    f"attach: the parameter {self._registry.name_of(parameter)!r} is attached with "
+                    f"another optimizer already, by another engine. Attach each parameter to one "
+                    f"engine. Close the other engine first if it is a leftover."
+                )
+        for parameter in parameters:
+            _state_owners.setdefault(parameter, weakref.WeakSet()).add(optimizer)
+        sharing = set().union({optimizer} if shared else (), *shared.values())
+        if any([each.stop_overlap() for each in sharing]):
             logger.warning(
                 "several optimizers have the same parameters, so their updates run in step() and "
                 "not during backward (as with optimizer.overlap: off)."
@@ -151,7 +171,8 @@ class AttachedOptimizers:
     def unwrap(self, optimizer: OffloadedOptimizer) -> None:
         """Release an optimizer's states and everything it holds."""
         optimizer.close()
-        self._registry.release_states(optimizer.parameters(), optimizer)
+        for parameter in optimizer.parameters():
+            _state_owners.get(parameter, weakref.WeakSet()).discard(optimizer)
         self._wrapped.discard(optimizer)
         self._unguard(optimizer.inner)
 

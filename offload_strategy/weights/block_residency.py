@@ -239,7 +239,6 @@ class BlockResidency:
             self._offload(block)
 
     def _offload(self, block: StreamedBlock) -> None:
-        """Offload the weights of a block that can be offloaded."""
         # A tied weight stays while another block computes with it.
         if all([self._offload_weight(weight) for weight in block.weights]):
             self._resident.pop(block, None)

@@ -45,8 +45,6 @@ class LoadedWeights:
 
 @dataclass(frozen=True)
 class _Match:
-    """A tensor of the model and its location in the checkpoint."""
-
     name: str
     tensor: torch.Tensor
     stored: StoredTensor

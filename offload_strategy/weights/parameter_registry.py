@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -20,9 +20,7 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 _PLAIN = (torch.Tensor, nn.Parameter)
 _LAZY = (UninitializedBuffer, UninitializedParameter)
 
-# Shared by all engines of the process, so that no two engines offload the same parameter's states
-# or the same module's activations.
-_state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Those of all engines of the process, so that no two offload the same module's activations.
 _registries: weakref.WeakSet[ParameterRegistry] = weakref.WeakSet()
 
 _Found = TypeVar("_Found")
@@ -57,35 +55,9 @@ class ParameterRegistry:
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
 
-    def claim_states(
-        self, parameters: Sequence[torch.Tensor], owner: object, peers: Collection[object]
-    ) -> set[object]:
-        """Assign parameters to an optimizer for its lifetime; return it and peers that share some.
-
-        Raises ConfigError if an optimizer that is none of its peers has one of them.
-        """
-
-        def others() -> dict[torch.Tensor, set[object]]:
-            owners = {p: {*_state_owners.get(p, ())} - {owner} for p in parameters}
-            return {parameter: found for parameter, found in owners.items() if found}
-
-        found = after_collection(others)
-        for parameter, its_owners in found.items():
-            if not its_owners <= {*peers}:
-                name = self._names.get(parameter) or f"of shape {tuple(parameter.shape)}"
-                raise ConfigError(
-                    f"attach: the parameter {name!r} is attached with another "
-                    f"optimizer already, by another engine. Attach each parameter to one engine. "
-                    f"Close the other engine first if it is a leftover."
-                )
-        for parameter in parameters:
-            _state_owners.setdefault(parameter, weakref.WeakSet()).add(owner)
-        return set().union({owner} if found else (), *found.values())
-
-    def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
-        """Release the parameters of an optimizer. Idempotent."""
-        for parameter in parameters:
-            _state_owners.get(parameter, weakref.WeakSet()).discard(owner)
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return its name in the attached model, or its shape."""
+        return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
 
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:

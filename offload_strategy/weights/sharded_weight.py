@@ -189,7 +189,6 @@ class ShardedWeight(StreamedWeight):
             self.values().record_stream(now)
 
     def _note_use(self) -> None:
-        """Note that the current stream has used the bytes."""
         if self.is_resident and is_asynchronous(self.device):
             stream = current_stream(self.device)
             self._last_use = stream, stream.record_event()
@@ -262,20 +261,19 @@ class ShardedWeight(StreamedWeight):
         del fsdp_param.reset_sharded_param
 
 
-def sharded_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what FSDP2 gathers together: the name of a module, and FSDPParams by name."""
+def sharded_blocks(model: nn.Module, min_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what FSDP2 gathers together: the name of a module, and FSDPParams by name.
+
+    Those whose shard is below `min_bytes`, or of a class of its own, are left out.
+    """
     names = {module: name for name, module in model.named_modules()}
     for module, name in names.items():
         for group in fsdp_groups(module):
-            infos = [(each, each._module_info) for each in group.fsdp_params]
-            yield (
-                name or type(module).__name__,
-                {f"{names[i.module]}.{i.param_name}".lstrip("."): each for each, i in infos},
-            )
-
-
-def can_be_sharded_weight(fsdp_param: Any, min_bytes: int) -> bool:
-    """Whether the shard of an FSDPParam is large enough, and not of a class of its own."""
-    kind = type(fsdp_param.sharded_param._local_tensor)
-    nbytes: int = fsdp_param._sharded_param_data.nbytes
-    return kind in (torch.Tensor, StreamedShard) and nbytes >= max(1, min_bytes)
+            found = {}
+            for each in group.fsdp_params:
+                is_plain = type(each.sharded_param._local_tensor) in (torch.Tensor, StreamedShard)
+                if is_plain and each._sharded_param_data.nbytes >= max(1, min_bytes):
+                    info = each._module_info
+                    found[f"{names[info.module]}.{info.param_name}".lstrip(".")] = each
+            if found:
+                yield name or type(module).__name__, found

@@ -25,19 +25,13 @@ from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, l
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
-from offload_strategy.weights.sharded_weight import (
-    ShardedWeight,
-    can_be_sharded_weight,
-    sharded_blocks,
-)
+from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
 
 
 @dataclass(eq=False)
 class _AttachedModel:
-    """A model with its blocks and hooks."""
-
     model: weakref.ref[nn.Module]
     blocks: list[StreamedBlock] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -150,9 +144,8 @@ class WeightStream(BlockResidency):
         self._models.append(attached)
         hook = WeakHook(self.enter_model, attached.blocks)
         attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
-        for name, module, parameters in cut_into_blocks(
-            model, self._section.blocks, self._is_block, self._section.min_size
-        ):
+        classes, min_size = self._section.blocks, self._section.min_size
+        for name, module, parameters in cut_into_blocks(model, classes, self._is_block, min_size):
             block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
             self._add_block(attached, block)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
@@ -160,14 +153,9 @@ class WeightStream(BlockResidency):
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
-        for name, shards in sharded_blocks(model):  # FSDP2 asks for their weights
-            streamed = [
-                self._stream(key, shard.sharded_param, shard)
-                for key, shard in shards.items()
-                if can_be_sharded_weight(shard, self._section.min_size)
-            ]
-            if streamed:
-                self._add_block(attached, StreamedBlock(name, streamed))
+        for name, shards in sharded_blocks(model, min_size):  # FSDP2 asks for their weights
+            streamed = [self._stream(key, each.sharded_param, each) for key, each in shards.items()]
+            self._add_block(attached, StreamedBlock(name, streamed))
         with self._lock:
             self._make_room(0)
             self._offload_accessed()
