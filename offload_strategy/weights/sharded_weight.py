@@ -136,7 +136,7 @@ class ShardedWeight(StreamedWeight):
         self.local_form = torch.empty_like(sharded._local_tensor, device="meta")
         super().__init__(name, flat, *services)
         self._fsdp_param = weakref.ref(fsdp_param)
-        self._sharded = weakref.ref(sharded)
+        self.key = weakref.ref(sharded)
         self._load_now = load_now
         # Stream of the last use, and an event after it; see [Note: streams of FSDP2].
         self._last_use: tuple[torch.Stream, torch.Event] | None = None
@@ -146,11 +146,6 @@ class ShardedWeight(StreamedWeight):
         sharded._local_tensor = StreamedShard(self)
         fsdp_param._init_extensions()
         fsdp_param.reset_sharded_param = self._on_reset
-
-    @property
-    def key(self) -> torch.Tensor | None:
-        """The sharded parameter."""
-        return self._sharded()
 
     def local_values(self) -> torch.Tensor:
         """Return the resident values in the shape of the local tensor, without the padding."""
@@ -214,7 +209,7 @@ class ShardedWeight(StreamedWeight):
 
     def _set_local(self, local: torch.Tensor | None) -> None:
         """Make a tensor the local one; None for one without bytes."""
-        if (sharded := self.key) is not None:
+        if (sharded := self.key()) is not None:
             sharded._local_tensor = StreamedShard(self) if local is None else local  # type: ignore[attr-defined]
 
     def _on_reset(self) -> None:
@@ -222,7 +217,7 @@ class ShardedWeight(StreamedWeight):
         fsdp_param = self._fsdp_param()
         if fsdp_param is None:
             return
-        info, sharded = fsdp_param._module_info, self._sharded()
+        info, sharded = fsdp_param._module_info, self.key()
         given = getattr(info.module, info.param_name)
         new = given._local_tensor
         if (isinstance(new, StreamedShard) and new.weight is self) or self.users:

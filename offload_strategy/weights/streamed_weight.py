@@ -53,6 +53,8 @@ class StreamedWeight:
         self.changed = True
         self._version = -1
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
+        #: The parameter that the model has; both are None after it was freed.
+        self.key: weakref.ref[torch.Tensor] = self.parameter
         self._store = store
         self._tiers = list(tiers)
         self._on_access = on_access
@@ -69,11 +71,6 @@ class StreamedWeight:
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         self._placeholder = nan_placeholder(self.form, parameter.device)
-
-    @property
-    def key(self) -> torch.Tensor | None:
-        """The parameter that the model has; None after it was freed."""
-        return self.parameter()
 
     @property
     def is_resident(self) -> bool:

@@ -200,7 +200,7 @@ class WeightStream(BlockResidency):
         self._accessed.pop(weight, None)
         for key in [key for key, known in self._by_storage.items() if known is weight]:
             del self._by_storage[key]
-        if (parameter := weight.key) is not None:
+        if (parameter := weight.key()) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 
