@@ -171,7 +171,10 @@ def save_shards(
                 metadata = {"format": "pt", **same}
                 library.torch.save_file(values, partial / file, metadata=metadata)
                 del values
-            _flush_to_disk(partial / file)
+            with (partial / file).open("rb") as stream:  # onto the disk, out of the page cache
+                os.fsync(stream.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             bar.update(sum(tensor.nbytes for tensor in shard.values()))
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         for file in (*files, f"{_NAME}{_INDEX}"):
@@ -185,14 +188,3 @@ def save_shards(
         bar.close()
         shutil.rmtree(partial, ignore_errors=True)
     return [directory / file for file in files]
-
-
-def _flush_to_disk(file: Path) -> None:
-    """Flush a file to disk and drop it from the page cache."""
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

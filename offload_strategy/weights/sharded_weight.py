@@ -210,7 +210,7 @@ class ShardedWeight(StreamedWeight):
     def _set_local(self, local: torch.Tensor | None) -> None:
         """Make a tensor the local one; None for one without bytes."""
         if (sharded := self.key()) is not None:
-            sharded._local_tensor = StreamedShard(self) if local is None else local  # type: ignore[attr-defined]
+            sharded._local_tensor = StreamedShard(self) if local is None else local
 
     def _on_reset(self) -> None:
         """Take over values that replace the local tensor; FSDP2 calls this to look for some."""

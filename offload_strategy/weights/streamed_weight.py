@@ -54,7 +54,7 @@ class StreamedWeight:
         self._version = -1
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
-        self.key: weakref.ref[torch.Tensor] = self.parameter
+        self.key: weakref.ref[Any] = self.parameter
         self._store = store
         self._tiers = list(tiers)
         self._on_access = on_access
