@@ -40,10 +40,7 @@ _WORKSPACE_SHARE = 0.1
 
 
 class AutomaticChoice:
-    """Decides for the sections of a config whose ``enabled`` is 'auto'.
-
-    `limit` is that of training, with its meter.
-    """
+    """Decides for the sections of a config whose ``enabled`` is 'auto'."""
 
     def __init__(self, config: OffloadConfig, resources: Resources) -> None:
         self._config = config
@@ -56,6 +53,7 @@ class AutomaticChoice:
             planned = MemoryLimit(nbytes, config.planning.profile_steps, name="memory.limit")
             if config.activations.enabled == "auto":
                 planned.upcoming_bytes = self.upcoming_bytes
+        #: The limit of training, with its meter.
         self.limit = planned
         #: Attached models, of which gradients are expected.
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -171,9 +171,5 @@ class EngineReports(EngineWeights):
         return self._metrics.read(self._device, activations, optimizers)
 
     def export_trace(self, file: str | os.PathLike[str]) -> None:
-        """Write the latest transfers and stalls as a trace for Perfetto or chrome://tracing.
-
-        Args:
-            file: path of the JSON file to write.
-        """
+        """Write the latest transfers and stalls to a JSON file for Perfetto or chrome://tracing."""
         write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))
