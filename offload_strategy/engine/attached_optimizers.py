@@ -116,9 +116,9 @@ class AttachedOptimizers:
             state_bytes=own_bytes,
             changes_gradients=supported.changes_gradients,
             precision=precision,
-            new_weight_tiers=self._resources.new_weight_tiers,
+            new_weight_tiers=[self._resources.new_weight_tier],
             gradient_memory=gradient_memory,
-            directories=scratch_directories(self._resources.paths.get("optimizer", [])),
+            directories=scratch_directories(self._resources.state_paths),
             residency=self.stream,
             dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),
@@ -212,7 +212,7 @@ class AttachedOptimizers:
         moved, memory = state_bytes, self._resources.pinned_bytes
         if self._section.overlap == "commit":  # the rest is for gradients, or new weights
             moved += sum(local_tensor(p).nbytes for p in parameters)
-            memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
+            memory -= self._resources.new_weight_tier.capacity
         return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:

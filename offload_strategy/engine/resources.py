@@ -74,15 +74,15 @@ class Resources:
         #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
         self.measured_paths = MeasuredPaths(processes)
         #: Tier for new weights of an accelerator that wait for `step()`.
-        self.new_weight_tiers: list[Tier] = [
-            HostTier("new weights in memory.pinned", self.pinned_bytes // 2)
-        ]
+        self.new_weight_tier = HostTier("new weights in memory.pinned", self.pinned_bytes // 2)
         self.memory_tiers: dict[str, MemoryTier] = {}
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []
         self.clients: dict[Client, list[Tier]] = {}
-        #: Paths where files with what is offloaded may be; none if what is there is encrypted.
-        self.paths: dict[Client, list[Path]] = {}
+        #: Paths where files with optimizer states may be; none if what is there is encrypted.
+        self.state_paths = [path for tier in wanted.get("optimizer", ()) for path in tier.paths]
+        if config.io.encryption:
+            self.state_paths.clear()
         self._quotas: dict[PathQueue, Quota] = {}
         self._file_queues: list[PathQueue] = []
         self._stack = ExitStack()
@@ -104,8 +104,6 @@ class Resources:
                     ) from error
             for client, names in wanted.items():
                 self.clients[client] = self._tiers_of(names)
-                if not config.io.encryption:
-                    self.paths[client] = [path for tier in names for path in tier.paths]
             # Probe unknown paths briefly where a tier must divide its bytes over several paths.
             together = {
                 queue

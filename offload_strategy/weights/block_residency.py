@@ -217,9 +217,9 @@ class BlockResidency:
         self._make_room(max(1, self._most - 1), keep=block)
         for weight in block.weights:
             weight.prefetch()
-        for weight in block.weights if only is None else [only]:
-            weight.load()
         for weight in block.weights:
+            if only is None or weight is only:
+                weight.load()
             if weight.is_resident:
                 self._by_storage[weight.storage_key] = weight
 
