@@ -240,12 +240,9 @@ class AttachedOptimizers:
         if need > state_bytes:
             updates = format_size(need - state_bytes)
             detail += f" and {updates} of updates on their way (overlap: commit)"
-        self._resources.check_room(
-            "optimizer",
-            need,
-            f"attach: optimizer states need {format_size(need)} ({detail})",
-            "add a tier, or set optimizer.overlap to off, which needs less",
-        )
+        what = f"attach: optimizer states need {format_size(need)} ({detail})"
+        advice = "add a tier, or set optimizer.overlap to off, which needs less"
+        self._resources.check_room("optimizer", need, what, advice)
         return state_bytes, gradient_memory
 
 

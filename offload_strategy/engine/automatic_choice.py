@@ -111,12 +111,8 @@ class AutomaticChoice:
             return False
         self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
-        loaded = sum(
-            tensor.nbytes
-            for state in optimizer.state.values()
-            for tensor in state.values()
-            if isinstance(tensor, torch.Tensor)
-        )
+        states = (value for state in optimizer.state.values() for value in state.values())
+        loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
         keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
         tiers = ", ".join(tier.name for tier in self._config.tiers_for("optimizer"))

@@ -151,11 +151,8 @@ class OffloadEngine(EngineReports):
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
         if model is not None:
-            check_parallel(
-                model,
-                streams=self._stream is not None,
-                swaps=optimizer is not None and bool(self.config.optimizer.enabled),
-            )
+            swaps = optimizer is not None and bool(self.config.optimizer.enabled)
+            check_parallel(model, streams=self._stream is not None, swaps=swaps)
             self._optimizers.dp_groups.register(model)
             is_first = self._stream is None and not self._hooks and not len(self._optimizers)
             if is_first and self._choice.streams_weights(model):

@@ -51,10 +51,8 @@ class EngineReports(EngineWeights):
             ConfigError: weights are not streamed.
         """
         self._check_open()
-        trained = sum(
-            p.nbytes for optimizer in self._optimizers for p in optimizer.parameters()
-            if p.requires_grad
-        )  # fmt: skip
+        parameters = [p for optimizer in self._optimizers for p in optimizer.parameters()]
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
         share = self._optimizers.state_bytes / trained if trained else 0.0
         stream, config = self._stream, self.config
         if stream is None:
@@ -64,12 +62,8 @@ class EngineReports(EngineWeights):
             BlockPass(block.name, backward, block.nbytes, block.trained, int(block.trained * share))
             for block, backward in order
         ]
-        return weight_schedule(
-            passes,
-            config.parameters.blocks_in_flight,
-            learned=learned,
-            updates=config.optimizer.overlap != "off",
-        )
+        most, updates = config.parameters.blocks_in_flight, config.optimizer.overlap != "off"
+        return weight_schedule(passes, most, learned=learned, updates=updates)
 
     def profile(self) -> Profile:
         """Return when the last step saved, used and freed each storage, and when it updated what.

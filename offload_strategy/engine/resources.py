@@ -41,11 +41,8 @@ class Resources:
     """
 
     def __init__(self, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> None:
-        wanted = {
-            client: config.tiers_for(client)
-            for client in CLIENTS
-            if getattr(config, client).enabled
-        }
+        enabled = [client for client in CLIENTS if getattr(config, client).enabled]
+        wanted = {client: config.tiers_for(client) for client in enabled}
         if config.parameters.enabled == "auto":  # in tiers that others use anyway
             in_tiers = wanted.pop("parameters")
             others = {tier.name for tiers in wanted.values() for tier in tiers}
@@ -105,12 +102,8 @@ class Resources:
             for client, names in wanted.items():
                 self.clients[client] = self._tiers_of(names)
             # Probe unknown paths briefly where a tier must divide its bytes over several paths.
-            together = {
-                queue
-                for tier in itertools.chain(*self.clients.values())
-                if len(tier.queues) > 1
-                for queue in tier.queues
-            }
+            every = itertools.chain(*self.clients.values())
+            together = {queue for tier in every if len(tier.queues) > 1 for queue in tier.queues}
             for queue in sorted(together, key=lambda queue: str(queue.path)):
                 self.measured_paths.probe(queue)
         except BaseException:
@@ -187,6 +180,8 @@ class Resources:
         self, tier: TierConfig, config: OffloadConfig, cipher: BlockCipher | None
     ) -> None:
         several, close = len(tier.paths) > 1, self._stack.callback
+        kind = "posix" if config.io.encryption else config.io.backend
+        threads, block_size = config.io.threads_to_use(), config.io.block_size
         queues = self.queues[tier.name] = []
         for place in tier.paths:
             path = make_process_directory(place) if tier.shared else place
@@ -196,18 +191,12 @@ class Resources:
             region = Region(path, tier.name, capacity, config.io.direct, overwrite=tier.overwrite)
             close(region.close)
             self.regions.append(region)
-            path_lock = PathLock(region.path)
-            close(path_lock.close)
-            backend = create_backend(
-                "posix" if config.io.encryption else config.io.backend,
-                threads=config.io.threads_to_use(),
-                block_size=config.io.block_size,
-            )
+            lock = PathLock(region.path)
+            close(lock.close)
+            backend = create_backend(kind, threads=threads, block_size=block_size)
             close(backend.close)
             checksum = cipher or create_checksum(config.io.checksum, backend)
-            queue = PathQueue(
-                region, backend, self.recorder, path_lock=path_lock, checksum=checksum
-            )
+            queue = PathQueue(region, backend, self.recorder, path_lock=lock, checksum=checksum)
             close(queue.close)
             self.measured_paths.add(queue, place)
             queues.append(queue)

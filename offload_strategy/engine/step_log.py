@@ -108,10 +108,6 @@ class StepLog:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder
         reads = recorder.read_stall_seconds["activations"]
-        moved = {
-            verb: float(sum(recorder.client_bytes[client, verb] for client in _MOVED))
-            for verb in ("read", "written")
-        }
         sums = {
             "step": perf_counter(),
             "updates": sum(optimizer.timings.seconds for optimizer in self._optimizers),
@@ -119,8 +115,10 @@ class StepLog:
             "waiting for room": recorder.stall_seconds["activations"] - reads,
             "waiting for updates": recorder.stall_seconds["optimizer"],
             _WEIGHTS: recorder.stall_seconds["parameters"],
-            **{f"{verb} in a step": nbytes for verb, nbytes in moved.items()},
         }
+        for verb in ("read", "written"):
+            moved = sum(recorder.client_bytes[client, verb] for client in _MOVED)
+            sums[f"{verb} in a step"] = float(moved)
         self._sums.append((self.passes, sums))
 
 

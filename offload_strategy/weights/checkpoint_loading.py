@@ -166,10 +166,8 @@ def match(
             continue
         shape, stored = targets[name].shape, checkpoint[name]
         if tuple(shape) != stored.shape:
-            wrong.append(
-                f"{name} has shape {list(stored.shape)} in the checkpoint and {list(shape)} in "
-                f"the model"
-            )
+            there, here = list(stored.shape), list(shape)
+            wrong.append(f"{name} has shape {there} in the checkpoint and {here} in the model")
         elif is_sharded(targets[name]):
             if (rows := local_rows(targets[name])) is None:
                 wrong.append(f"{name} is not sharded by rows; load it before it is sharded")

@@ -121,11 +121,8 @@ def _library(method: str) -> Any:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state_dict without detaching parameters."""
     # Detaching, as state_dict() does by default, would load every streamed weight.
-    return {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    values = model.state_dict(keep_vars=True).items()
+    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def save_shards(

@@ -207,15 +207,11 @@ class StreamedWeight:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
         if self.changed or parameter._version != self._version or self._ticket is None:
-            self._replace_ticket(
-                self._store.put(
-                    self.values().view(-1).view(torch.uint8),
-                    _CLIENT,
-                    self._tiers,
-                    whole_pages=True,
-                    one_block_at_a_time=self.device.type == "cpu",
-                )
+            flat, on_host = self.values().view(-1).view(torch.uint8), self.device.type == "cpu"
+            ticket = self._store.put(
+                flat, _CLIENT, self._tiers, whole_pages=True, one_block_at_a_time=on_host
             )
+            self._replace_ticket(ticket)
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False

@@ -149,10 +149,8 @@ class WeightStream(BlockResidency):
             block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
             self._add_block(attached, block)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
-            attached.handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
+            attached.handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            attached.handles.append(module.register_forward_hook(leave, always_call=True))
         for name, shards in sharded_blocks(model, min_size):  # FSDP2 asks for their weights
             streamed = [self._stream(key, each.sharded_param, each) for key, each in shards.items()]
             self._add_block(attached, StreamedBlock(name, streamed))
