@@ -270,9 +270,8 @@ class OffloadEngine(EngineReports):
         """
         if self._choice.limit.nbytes is not None:
             return
-        moved = sum(
-            self._recorder.client_bytes["activations", verb] for verb in ("written", "forwarded")
-        )
+        sent = self._recorder.client_bytes
+        moved = sent["activations", "written"] + sent["activations", "forwarded"]
         moved += self._optimizers.state_bytes
         on_device = has_memory_statistics(self._device)
         free = free_bytes(self._device) if on_device else available_bytes()

@@ -9,7 +9,7 @@ them again. The weights are therefore bit-identical to those of a plain build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +25,10 @@ def modules_to_materialize(model: nn.Module) -> dict[nn.Module, str]:
 
     Raises ConfigError if one has no `reset_parameters`, or a buffer would stay uninitialized.
     """
-    found: dict[nn.Module, str] = {}
-    for name, module in _inner_first(model):
-        if _meta_tensors(module._parameters):
-            found.setdefault(module, name)
+    modules: list[nn.Module] = []
+    model.apply(modules.append)  # inner modules come first
+    names = {module: name for name, module in model.named_modules()}
+    found = {module: names[module] for module in modules if _meta_tensors(module._parameters)}
     without_reset = [
         f"{name or '(the model)'} ({type(module).__name__})"
         for module, name in found.items()
@@ -97,9 +97,3 @@ def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _Tenso
 
 def _reset_method(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def _inner_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _inner_first(child, f"{name}.{child_name}".lstrip("."))
-    yield name, module
