@@ -113,7 +113,6 @@ def test_what_is_attached_already_is_refused_here_and_by_other_engines(engine, d
 
 
 def test_what_was_dropped_leaves_its_address_and_its_parameters_free(engine):
-    """`id()` of a model that died is given to another."""
     for _ in range(12):
         net = model()
         for _ in range(2):
