@@ -77,15 +77,11 @@ class EngineWeights:
         that is sharded by FSDP2, each rank reads its own rows.
 
         Args:
-            model: the model to load into.
             source: a safetensors file, or a directory with one file or with shards and an index.
             adopt: keep the bytes of streamed weights in these files and read them from there until
                 they are updated. The files must not be modified meanwhile; they may be renamed or
                 unlinked.
             strict: missing and unexpected names are errors, as in `load_state_dict`.
-
-        Returns:
-            Missing and unexpected names.
 
         Raises:
             ConfigError: names or shapes in the files do not match the model, or safetensors is not
@@ -111,15 +107,12 @@ class EngineWeights:
         """Save a model as safetensors with at most one shard of it in memory.
 
         Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
-        An existing file is replaced once the new one is on disk.
+        An existing file is replaced once the new one is on disk. Returns the files with tensors.
 
         Args:
             model: the model to save, attached or not.
             directory: the target directory; it is created if it does not exist.
             shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
-
-        Returns:
-            The files that hold tensors.
 
         Raises:
             ConfigError: safetensors is not installed, or the model is sharded.
