@@ -59,11 +59,10 @@ class Metrics:
         elapsed = perf_counter() - self._started_at
         written, years = 0, math.inf
         for tier in self._config.tiers:
-            if tier.kind == "ssd":
-                tier_written = recorder.tier_bytes[tier.name, Direction.WRITE]
-                written += tier_written
-                if tier.endurance_tbw is not None and tier_written:
-                    years = min(years, _years(tier.endurance_tbw * 1e12, tier_written, elapsed))
+            tier_written = recorder.tier_bytes[tier.name, Direction.WRITE]
+            written += tier_written
+            if tier.endurance_tbw is not None and tier_written:
+                years = min(years, _years(tier.endurance_tbw * 1e12, tier_written, elapsed))
         usage = resources.pool.usage()
         on_device = has_memory_statistics(device)
         return metrics | {
