@@ -77,6 +77,7 @@ class EngineWeights:
         that is sharded by FSDP2, each rank reads its own rows.
 
         Args:
+            model: the model to load into.
             source: a safetensors file, or a directory with one file or with shards and an index.
             adopt: keep the bytes of streamed weights in these files and read them from there until
                 they are updated. The files must not be modified meanwhile; they may be renamed or
