@@ -176,10 +176,11 @@ def save_shards(
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         for file in (*files, f"{_NAME}{_INDEX}"):
             os.replace(partial / file, directory / file)
-    except OSError as error:
+    except (OSError, library.SafetensorError) as error:  # the library's own: a full disk
+        reason = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"could not save weights to {str(directory)!r}: {error.strerror or error}. Free some "
-            f"space, or choose another directory."
+            f"could not save weights to {str(directory)!r}: {reason}. Free some space, or choose "
+            f"another directory."
         ) from error
     finally:
         bar.close()
