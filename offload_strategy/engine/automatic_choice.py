@@ -11,6 +11,7 @@ where all fits. Only what cannot change numbers is decided here.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
-from offload_strategy.telemetry import get_logger
+from offload_strategy.telemetry import CLIENTS, get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
 
@@ -141,10 +142,9 @@ class AutomaticChoice:
 
     def explain(self, effective: OffloadConfig) -> None:
         """Log the settings that choose what was chosen, unless the config had them all."""
+        auto = [client for client in CLIENTS if getattr(self._config, client).enabled == "auto"]
         sections: dict[str, Any] = {
-            client: {"enabled": getattr(effective, client).enabled}
-            for client in ("activations", "optimizer", "parameters")
-            if getattr(self._config, client).enabled == "auto"
+            client: {"enabled": getattr(effective, client).enabled} for client in auto
         }
         if effective.planning.device_memory != self._config.planning.device_memory:
             limit = effective.planning.model_dump(mode="json")["device_memory"]
@@ -158,14 +158,11 @@ class AutomaticChoice:
 
         Of attached models, optimizers whose states stay in memory, and these parameters.
         """
-        known = {id(parameter): parameter for parameter in parameters}
-        for model in list(self.models):
-            known |= {id(parameter): parameter for parameter in model.parameters()}
-        nbytes = 0
-        for optimizer, state_bytes in list(self._kept.items()):
-            nbytes += 0 if optimizer.state else state_bytes
-            for group in optimizer.param_groups:
-                known |= {id(parameter): parameter for parameter in group["params"]}
+        kept = list(self._kept.items())
+        groups = (group["params"] for optimizer, _ in kept for group in optimizer.param_groups)
+        models = (model.parameters() for model in list(self.models))
+        known = {id(each): each for each in itertools.chain(parameters, *models, *groups)}
+        nbytes = sum(state_bytes for optimizer, state_bytes in kept if not optimizer.state)
         if self._swaps:
             return nbytes + self._window_bytes(known.values())
         missing = [p for p in known.values() if p.requires_grad and p.grad is None]

@@ -74,33 +74,26 @@ class Loader:
             # shared ones. Transformers' loaders tie them again too.
             tie()
         matches, found = match(model, checkpoint, strict=strict)
-        streamed = []
+        stream, streamed = self.stream, []
         total = sum(one.stored.nbytes for one in matches)
         with torch.no_grad(), Progress("loading weights", total) as bar:
             for one in matches:
-                if self._is_streamed(one):
+                plain = isinstance(one.tensor, nn.Parameter) and not is_sharded(one.tensor)
+                same = one.tensor.dtype == one.stored.dtype
+                if plain and same and stream is not None and stream.is_streamed(one.tensor):
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)
                     bar.update(one.stored.nbytes)
             adopted = ((m, self._file_ticket(m, self._device_of(m.tensor))) for m in streamed)
             for one, ticket in adopted if adopt else self._copied(streamed):
-                assert self.stream is not None
+                assert stream is not None
                 assert isinstance(one.tensor, nn.Parameter)
                 if one.tensor.is_meta:
                     materialize(one.tensor, self.device)
-                self.stream.take_ticket(one.name, one.tensor, ticket)
+                stream.take_ticket(one.name, one.tensor, ticket)
                 bar.update(one.stored.nbytes)
         return found
-
-    def _is_streamed(self, one: _Match) -> bool:
-        return (
-            self.stream is not None
-            and isinstance(one.tensor, nn.Parameter)
-            and not is_sharded(one.tensor)
-            and one.tensor.dtype == one.stored.dtype
-            and self.stream.is_streamed(one.tensor)
-        )
 
     def _copy_values(self, model: nn.Module, one: _Match) -> None:
         """Copy values into a tensor that is not streamed."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.weights.guarded_parameter import GuardedParameter
@@ -33,7 +32,6 @@ class ParameterRegistry:
         _registries.add(self)
         #: The attached modules.
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Those of lazy modules that had no storage yet at the last refresh.
         self._lazy: list[weakref.ref[torch.Tensor]] = []
@@ -52,12 +50,12 @@ class ParameterRegistry:
                 f"or close the engine that has it (engine.close()) first."
             )
         self.modules.add(module)
-        for name, parameter in module.named_parameters():
-            self._names[parameter] = name
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return its name in the attached model, or its shape."""
-        return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
+        every = (named for module in list(self.modules) for named in module.named_parameters())
+        names = (name for name, each in every if each is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
 
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:
