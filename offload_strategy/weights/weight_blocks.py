@@ -134,11 +134,10 @@ class BlockOrder:
     """
 
     def __init__(self) -> None:
-        self._next: dict[_Key, StreamedBlock] = {}
-        # Keys whose block was needed twice in a row: in this pass, and in the previous one.
-        self._repeated: set[_Key] = set()
-        self._again: set[_Key] = set()
+        # The block that followed, and whether that of the key was needed twice in a row before.
+        self._next: dict[_Key, tuple[StreamedBlock, bool]] = {}
         self._key: _Key | None = None
+        self._repeated = False
         # The blocks needed since the last step ended, and those of the last whole step.
         self._step: list[tuple[StreamedBlock, bool]] = []
         self.last_step: list[tuple[StreamedBlock, bool]] = []
@@ -151,11 +150,10 @@ class BlockOrder:
         key = self._key
         if key is not None:
             if key[1] is block:
-                self._repeated.add(key)
+                self._repeated = True
                 return
-            self._next[key] = block
-            (self._again.add if key in self._repeated else self._again.discard)(key)
-            self._repeated.discard(key)
+            self._next[key] = block, self._repeated
+            self._repeated = False
         self._key = (None if key is None else key[1], block, backward)
 
     def step_ended(self) -> None:
@@ -167,16 +165,16 @@ class BlockOrder:
     @property
     def is_needed_again(self) -> bool:
         """Whether the current block was needed twice in a row the last time."""
-        return self._key in self._again
+        return self._key is not None and self._next.get(self._key, (None, False))[1]
 
     def next_blocks(self, count: int) -> Iterator[StreamedBlock]:
         """Yield the blocks that are expected next, at most `count` different ones."""
         key = self._key
         seen = set() if key is None else {key[1]}
         for _ in range(4 * count):
-            block = None if key is None else self._next.get(key)
-            if key is None or block is None or len(seen) > count:
+            if key is None or key not in self._next or len(seen) > count:
                 return
+            block, _ = self._next[key]
             if block not in seen:
                 seen.add(block)
                 yield block
