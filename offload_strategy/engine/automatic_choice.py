@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -41,9 +41,14 @@ _WORKSPACE_SHARE = 0.1
 
 
 class AutomaticChoice:
-    """Decides for the sections of a config whose ``enabled`` is 'auto'."""
+    """Decides for the sections of a config whose ``enabled`` is 'auto'.
 
-    def __init__(self, config: OffloadConfig, resources: Resources) -> None:
+    `models` are those that are attached at a time, of which gradients are expected.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, resources: Resources, models: Collection[nn.Module]
+    ) -> None:
         self._config = config
         self._resources = resources
         planned = MemoryLimit.configured(config.planning)
@@ -54,8 +59,7 @@ class AutomaticChoice:
                 planned.upcoming_bytes = self.upcoming_bytes
         #: The limit of training, with its meter.
         self.limit = planned
-        #: Attached models, of which gradients are expected.
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models = models
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._swaps = False
@@ -160,7 +164,7 @@ class AutomaticChoice:
         """
         kept = list(self._kept.items())
         groups = (group["params"] for optimizer, _ in kept for group in optimizer.param_groups)
-        models = (model.parameters() for model in list(self.models))
+        models = (model.parameters() for model in list(self._models))
         known = {id(each): each for each in itertools.chain(parameters, *models, *groups)}
         nbytes = sum(state_bytes for optimizer, state_bytes in kept if not optimizer.state)
         if self._swaps:

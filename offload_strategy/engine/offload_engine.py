@@ -79,8 +79,8 @@ class OffloadEngine(EngineReports):
         self._resources = Resources(divided, self._recorder, processes)
         self._metrics = Metrics(divided, self._resources)
         self._finalizer = weakref.finalize(self, self._resources.close)
-        self._choice = AutomaticChoice(self.config, self._resources)
         self._registry = ParameterRegistry()
+        self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
         self._is_block = is_block
         self._stream = None
         self._activations = None
@@ -150,6 +150,8 @@ class OffloadEngine(EngineReports):
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
+        # It may come again with another optimizer.
+        new = None if optimizer is not None and model in self._registry.modules else model
         if model is not None:
             swaps = optimizer is not None and bool(self.config.optimizer.enabled)
             check_parallel(model, streams=self._stream is not None, swaps=swaps)
@@ -158,38 +160,34 @@ class OffloadEngine(EngineReports):
             if is_first and self._choice.streams_weights(model):
                 self._start_stream()
             self._expect_weights(model, device)
-            self._choice.models.add(model)
+            if new is not None:
+                self._registry.add_module(new)
         wrapped = None
-        if optimizer is not None:
-            wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
-        if isinstance(wrapped, OffloadedOptimizer):
-            self._note_device(wrapped.parameters())
         try:
-            if model is not None:
-                self._hook(model, may_be_attached=optimizer is not None)
+            if optimizer is not None:
+                wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
+            if isinstance(wrapped, OffloadedOptimizer):
+                self._note_device(wrapped.parameters())
+            if new is not None:
+                self._hook(new)
         except BaseException:
             if isinstance(wrapped, OffloadedOptimizer):
                 self._optimizers.unwrap(wrapped)
+            if new is not None:
+                self.detach_model(new)
             raise
         self._log.follow(wrapped)
         return wrapped
 
-    def _hook(self, model: nn.Module, *, may_be_attached: bool) -> None:
-        if may_be_attached and model in self._registry.modules:
-            return
+    def _hook(self, model: nn.Module) -> None:
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
-        self._registry.add_module(model)
         self._note_device(model.parameters())
         if self._activations is not None:
             self._activations.names.add_modules(model)
             self._hooks[model] = ForwardHooks(model, self._activations, owner=self)
         if self._stream is not None:
-            try:
-                self._stream.attach(model)
-            except BaseException:
-                self.detach_model(model)
-                raise
+            self._stream.attach(model)
 
     def _note_device(self, parameters: Any) -> None:
         first = next(iter(parameters), None)
