@@ -189,9 +189,8 @@ def _check_whole(model: nn.Module, loaded: set[int]) -> None:
     """Check that no module on the meta device is loaded partly: it is initialized as a whole."""
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
-        if any(p.is_meta and id(p) not in loaded for p in own) and any(
-            id(p) in loaded or not p.is_meta for p in own
-        ):
+        filled = [id(p) in loaded or not p.is_meta for p in own]
+        if any(filled) and not all(filled):
             raise ConfigError(
                 f"load_weights: the checkpoint has some of the parameters of {name!r} "
                 f"({type(module).__name__}), which is on the meta device, but not all. Build "
