@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import OptimizerConfig
@@ -34,6 +35,9 @@ from offload_strategy.weights.parameter_registry import ParameterRegistry, after
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
+
+# Of all engines of the process, so that no two offload the same parameter's states.
+_state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class AttachedOptimizers:
@@ -97,11 +101,11 @@ class AttachedOptimizers:
         state_bytes = sum(supported.state_bytes)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
-        kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer
+        kind: Any = type(optimizer)
         wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
@@ -112,15 +116,17 @@ class AttachedOptimizers:
             state_bytes=own_bytes,
             changes_gradients=supported.changes_gradients,
             precision=precision,
-            new_weight_tiers=self._resources.new_weight_tiers,
+            new_weight_tiers=[self._resources.new_weight_tier],
             gradient_memory=gradient_memory,
-            directories=scratch_directories(self._resources.paths.get("optimizer", [])),
+            directories=scratch_directories(self._resources.state_paths),
             residency=self.stream,
             dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),
         )
         self._wrapped.add(wrapped)
-        self._guard(optimizer)
+        self._unguard(optimizer)  # an earlier wrapper of it was freed
+        refuse = WeakHook(self._refuse, weakref.ref(optimizer))
+        self._guards[optimizer] = optimizer.register_step_pre_hook(refuse)
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
@@ -139,8 +145,24 @@ class AttachedOptimizers:
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
         """Claim its parameters; optimizers that share some update in `step()` from now on."""
-        sharing = self._registry.claim_states(optimizer.parameters(), optimizer, self._wrapped)
-        if any([each.stop_overlap() for each in {optimizer, *self} if each in sharing]):
+        parameters = optimizer.parameters()
+
+        def others() -> dict[torch.Tensor, set[OffloadedOptimizer]]:
+            owners = {p: {*_state_owners.get(p, ())} - {optimizer} for p in parameters}
+            return {parameter: found for parameter, found in owners.items() if found}
+
+        shared = after_collection(others)
+        for parameter, owners in shared.items():
+            if not owners <= {*self}:
+                raise ConfigError(
+                    f"attach: the parameter {self._registry.name_of(parameter)!r} is attached with "
+                    f"another optimizer already, by another engine. Attach each parameter to one "
+                    f"engine. Close the other engine first if it is a leftover."
+                )
+        for parameter in parameters:
+            _state_owners.setdefault(parameter, weakref.WeakSet()).add(optimizer)
+        sharing = set().union({optimizer} if shared else (), *shared.values())
+        if any([each.stop_overlap() for each in sharing]):
             logger.warning(
                 "several optimizers have the same parameters, so their updates run in step() and "
                 "not during backward (as with optimizer.overlap: off)."
@@ -149,7 +171,8 @@ class AttachedOptimizers:
     def unwrap(self, optimizer: OffloadedOptimizer) -> None:
         """Release an optimizer's states and everything it holds."""
         optimizer.close()
-        self._registry.release_states(optimizer.parameters(), optimizer)
+        for parameter in optimizer.parameters():
+            _state_owners.get(parameter, weakref.WeakSet()).discard(optimizer)
         self._wrapped.discard(optimizer)
         self._unguard(optimizer.inner)
 
@@ -160,16 +183,11 @@ class AttachedOptimizers:
         for inner in list(self._guards):
             self._unguard(inner)
 
-    def _guard(self, inner: Optimizer) -> None:
-        """Make the user's own optimizer refuse to step while the engine lives.
+    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
+        """Keep the user's own optimizer from stepping while the engine lives.
 
         It would create new states in memory, or find gradients that were consumed.
         """
-        self._unguard(inner)
-        refuse = WeakHook(self._refuse, weakref.ref(inner))
-        self._guards[inner] = inner.register_step_pre_hook(refuse)
-
-    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
         # The wrapping optimizer runs these hooks with itself as argument, and so does a class
         # whose step() calls its base class on the stand-in for one subgroup.
         if optimizer is own():
@@ -194,7 +212,7 @@ class AttachedOptimizers:
         moved, memory = state_bytes, self._resources.pinned_bytes
         if self._section.overlap == "commit":  # the rest is for gradients, or new weights
             moved += sum(local_tensor(p).nbytes for p in parameters)
-            memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
+            memory -= self._resources.new_weight_tier.capacity
         return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:
@@ -222,12 +240,9 @@ class AttachedOptimizers:
         if need > state_bytes:
             updates = format_size(need - state_bytes)
             detail += f" and {updates} of updates on their way (overlap: commit)"
-        self._resources.check_room(
-            "optimizer",
-            need,
-            f"attach: optimizer states need {format_size(need)} ({detail})",
-            "add a tier, or set optimizer.overlap to off, which needs less",
-        )
+        what = f"attach: optimizer states need {format_size(need)} ({detail})"
+        advice = "add a tier, or set optimizer.overlap to off, which needs less"
+        self._resources.check_room("optimizer", need, what, advice)
         return state_bytes, gradient_memory
 
 

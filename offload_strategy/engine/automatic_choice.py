@@ -11,9 +11,10 @@ where all fits. Only what cannot change numbers is decided here.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
+from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
-from offload_strategy.telemetry import get_logger
+from offload_strategy.telemetry import CLIENTS, get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
 
@@ -41,23 +43,23 @@ _WORKSPACE_SHARE = 0.1
 class AutomaticChoice:
     """Decides for the sections of a config whose ``enabled`` is 'auto'.
 
-    `limit` is that of training, with its meter. Buffers take at most `pinned_bytes`; weights can be
-    streamed only if there is a tier for them.
+    `models` are those that are attached at a time, of which gradients are expected.
     """
 
-    def __init__(self, config: OffloadConfig, pinned_bytes: int, *, can_stream: bool) -> None:
+    def __init__(
+        self, config: OffloadConfig, resources: Resources, models: Collection[nn.Module]
+    ) -> None:
         self._config = config
-        self._pinned_bytes = pinned_bytes
-        self._can_stream = can_stream and config.parameters.enabled == "auto"
+        self._resources = resources
         planned = MemoryLimit.configured(config.planning)
         if planned is None:
             nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)
             planned = MemoryLimit(nbytes, config.planning.profile_steps, name="memory.limit")
             if config.activations.enabled == "auto":
                 planned.upcoming_bytes = self.upcoming_bytes
+        #: The limit of training, with its meter.
         self.limit = planned
-        #: Attached models, of which gradients are expected.
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models = models
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._swaps = False
@@ -74,7 +76,8 @@ class AutomaticChoice:
         """Decide whether the weights of a model are streamed, before it is attached."""
         parameters = list(model.parameters())
         if (
-            not self._can_stream
+            self._config.parameters.enabled != "auto"
+            or not self._resources.clients["parameters"]
             or world_size() > 1
             or not parameters
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
@@ -112,12 +115,8 @@ class AutomaticChoice:
             return False
         self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
-        loaded = sum(
-            tensor.nbytes
-            for state in optimizer.state.values()
-            for tensor in state.values()
-            if isinstance(tensor, torch.Tensor)
-        )
+        states = (value for state in optimizer.state.values() for value in state.values())
+        loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
         keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
         tiers = ", ".join(tier.name for tier in self._config.tiers_for("optimizer"))
@@ -147,10 +146,9 @@ class AutomaticChoice:
 
     def explain(self, effective: OffloadConfig) -> None:
         """Log the settings that choose what was chosen, unless the config had them all."""
+        auto = [client for client in CLIENTS if getattr(self._config, client).enabled == "auto"]
         sections: dict[str, Any] = {
-            client: {"enabled": getattr(effective, client).enabled}
-            for client in ("activations", "optimizer", "parameters")
-            if getattr(self._config, client).enabled == "auto"
+            client: {"enabled": getattr(effective, client).enabled} for client in auto
         }
         if effective.planning.device_memory != self._config.planning.device_memory:
             limit = effective.planning.model_dump(mode="json")["device_memory"]
@@ -164,14 +162,11 @@ class AutomaticChoice:
 
         Of attached models, optimizers whose states stay in memory, and these parameters.
         """
-        known = {id(parameter): parameter for parameter in parameters}
-        for model in list(self.models):
-            known |= {id(parameter): parameter for parameter in model.parameters()}
-        nbytes = 0
-        for optimizer, state_bytes in list(self._kept.items()):
-            nbytes += 0 if optimizer.state else state_bytes
-            for group in optimizer.param_groups:
-                known |= {id(parameter): parameter for parameter in group["params"]}
+        kept = list(self._kept.items())
+        groups = (group["params"] for optimizer, _ in kept for group in optimizer.param_groups)
+        models = (model.parameters() for model in list(self._models))
+        known = {id(each): each for each in itertools.chain(parameters, *models, *groups)}
+        nbytes = sum(state_bytes for optimizer, state_bytes in kept if not optimizer.state)
         if self._swaps:
             return nbytes + self._window_bytes(known.values())
         missing = [p for p in known.values() if p.requires_grad and p.grad is None]
@@ -186,17 +181,17 @@ class AutomaticChoice:
         else:  # of updates that run, and of the next
             gradients = 2 * max(missing, default=0)
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        return gradients + (self._pinned_bytes if on_host else 0)
+        return gradients + (self._resources.pinned_bytes if on_host else 0)
 
     def effective(self, limit_bytes: int | None) -> OffloadConfig:
         """Return the config with everything decided; `limit_bytes` is that of activations."""
         config = self._config.model_copy()
+        sections = config.__dict__
         for client, decided in self._decided.items():
-            section = getattr(config, client).model_copy(update={"enabled": decided})
-            config.__dict__[client] = section
+            sections[client] = sections[client].model_copy(update={"enabled": decided})
         if config.activations.enabled == "auto":
-            config.__dict__["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
+            sections["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
             if limit_bytes and config.planning.device_memory is None:
-                planning = config.planning.model_copy(update={"device_memory": limit_bytes})
-                config.__dict__["planning"] = planning
+                limit = {"device_memory": limit_bytes}
+                sections["planning"] = config.planning.model_copy(update=limit)
         return config

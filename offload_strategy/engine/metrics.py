@@ -56,6 +56,13 @@ class Metrics:
         metrics |= {f"offload/activations/{name}": value for name, value in activations.items()}
         for name in ("speculated_steps", "redone_steps"):
             metrics[f"offload/optimizer/{name}"] = sum((each[name] for each in optimizers), 0.0)
+        elapsed = perf_counter() - self._started_at
+        written, years = 0, math.inf
+        for tier in self._config.tiers:
+            tier_written = recorder.tier_bytes[tier.name, Direction.WRITE]
+            written += tier_written
+            if tier.endurance_tbw is not None and tier_written:
+                years = min(years, _years(tier.endurance_tbw * 1e12, tier_written, elapsed))
         usage = resources.pool.usage()
         on_device = has_memory_statistics(device)
         return metrics | {
@@ -66,7 +73,9 @@ class Metrics:
             "offload/device/peak_bytes": float(peak_allocated_bytes(device) if on_device else 0),
             "offload/transfer/busy_seconds": recorder.busy_seconds(),
             "offload/transfer/hidden_share": recorder.hidden_share(),
-            **self._endurance(),
+            "offload/endurance/written_bytes": float(written),
+            "offload/endurance/written_bytes_per_day": written / elapsed * SECONDS_PER_DAY,
+            "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
         }
 
     def write_budgets(self, client: Client) -> dict[str, int]:
@@ -109,21 +118,6 @@ class Metrics:
             logger.warning(
                 "tier %s: this run has written %s in %.1f h, %s", what[1], written, hours, text
             )
-
-    def _endurance(self) -> dict[str, float]:
-        elapsed = perf_counter() - self._started_at
-        written, years = 0, math.inf
-        for tier in self._config.tiers:
-            if tier.kind == "ssd":
-                tier_written = self._recorder.tier_bytes[tier.name, Direction.WRITE]
-                written += tier_written
-                if tier.endurance_tbw is not None and tier_written:
-                    years = min(years, _years(tier.endurance_tbw * 1e12, tier_written, elapsed))
-        return {
-            "offload/endurance/written_bytes": float(written),
-            "offload/endurance/written_bytes_per_day": written / elapsed * SECONDS_PER_DAY,
-            "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
-        }
 
 
 def _years(rated: float, written: int, seconds: float) -> float:

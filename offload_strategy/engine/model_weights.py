@@ -84,9 +84,6 @@ class EngineWeights:
                 unlinked.
             strict: missing and unexpected names are errors, as in `load_state_dict`.
 
-        Returns:
-            Missing and unexpected names.
-
         Raises:
             ConfigError: names or shapes in the files do not match the model, or safetensors is not
                 installed. Nothing was changed.
@@ -111,15 +108,12 @@ class EngineWeights:
         """Save a model as safetensors with at most one shard of it in memory.
 
         Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
-        An existing file is replaced once the new one is on disk.
+        An existing file is replaced once the new one is on disk. Returns the files with tensors.
 
         Args:
             model: the model to save, attached or not.
             directory: the target directory; it is created if it does not exist.
             shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
-
-        Returns:
-            The files that hold tensors.
 
         Raises:
             ConfigError: safetensors is not installed, or the model is sharded.
@@ -131,7 +125,8 @@ class EngineWeights:
                 "save_weights: the model is sharded, and each rank has a part of it. Save it with "
                 "torch.distributed.checkpoint."
             )
-        read = _unchanged if self._stream is None else self._stream.read
+        stream = self._stream
+        read = stream.read if stream is not None else lambda tensor: nullcontext(tensor.detach())
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
     def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:
@@ -179,7 +174,3 @@ def _device_for(model: nn.Module) -> torch.device:
     """Return the device for parameters on the meta device."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, None) or torch.get_default_device()
-
-
-def _unchanged(tensor: torch.Tensor) -> nullcontext[torch.Tensor]:
-    return nullcontext(tensor.detach())

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -75,19 +76,15 @@ class OffloadEngine(EngineReports):
         self._recorder = Recorder()
         processes = local_processes() if processes is None else processes
         divided = self.config.divided(processes)
-        self._resources = Resources.open(divided, self._recorder, processes)
+        self._resources = Resources(divided, self._recorder, processes)
         self._metrics = Metrics(divided, self._resources)
         self._finalizer = weakref.finalize(self, self._resources.close)
-        self._choice = AutomaticChoice(
-            self.config,
-            self._resources.pinned_bytes,
-            can_stream=bool(self._resources.clients.get("parameters")),
-        )
         self._registry = ParameterRegistry()
+        self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
         self._is_block = is_block
         self._stream = None
         self._activations = None
-        self._hooks = {}
+        self._hooks: WeakKeyDictionary[nn.Module, ForwardHooks] = WeakKeyDictionary()
         self._optimizers = AttachedOptimizers(
             self._resources, self.config.optimizer, self._registry, self._choice
         )
@@ -96,7 +93,6 @@ class OffloadEngine(EngineReports):
         elif self.config.activations.enabled:
             self._activations = self._make_activations()
         self._last_microbatch = True
-        self._forwards = 0
         self._device = torch.device("cpu")
         self._log = StepLog(self._recorder, self._optimizers, self._metrics.warn_about_wear)
         log = weakref.ref(self._log)
@@ -154,56 +150,44 @@ class OffloadEngine(EngineReports):
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
+        # It may come again with another optimizer.
+        new = None if optimizer is not None and model in self._registry.modules else model
         if model is not None:
-            check_parallel(
-                model,
-                streams=self._stream is not None,
-                swaps=optimizer is not None and bool(self.config.optimizer.enabled),
-            )
+            swaps = optimizer is not None and bool(self.config.optimizer.enabled)
+            check_parallel(model, streams=self._stream is not None, swaps=swaps)
             self._optimizers.dp_groups.register(model)
             is_first = self._stream is None and not self._hooks and not len(self._optimizers)
             if is_first and self._choice.streams_weights(model):
                 self._start_stream()
             self._expect_weights(model, device)
-            self._choice.models.add(model)
+            if new is not None:
+                self._registry.add_module(new)
         wrapped = None
-        if optimizer is not None:
-            wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
-        if isinstance(wrapped, OffloadedOptimizer):
-            self._note_device(wrapped.parameters())
-        if wrapped is not None and self._stream is not None:
-            stream = self._stream
-            wrapped.register_step_post_hook(lambda *_: stream.reset_peak())
         try:
-            if model is not None:
-                self._hook(model, may_be_attached=optimizer is not None)
+            if optimizer is not None:
+                wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
+            if isinstance(wrapped, OffloadedOptimizer):
+                self._note_device(wrapped.parameters())
+            if new is not None:
+                self._hook(new)
         except BaseException:
             if isinstance(wrapped, OffloadedOptimizer):
                 self._optimizers.unwrap(wrapped)
+            if new is not None:
+                self.detach_model(new)
             raise
         self._log.follow(wrapped)
         return wrapped
 
-    def _hook(self, model: nn.Module, *, may_be_attached: bool) -> None:
-        # The id of a model that was freed may be reused by another one.
-        for known in [key for key, (alive, _) in self._hooks.items() if alive() is None]:
-            del self._hooks[known]
-        if may_be_attached and id(model) in self._hooks:
-            return
+    def _hook(self, model: nn.Module) -> None:
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
-        self._registry.add_module(model)
         self._note_device(model.parameters())
         if self._activations is not None:
             self._activations.names.add_modules(model)
-            hooks = ForwardHooks(model, self._activations, owner=self)
-            self._hooks[id(model)] = (weakref.ref(model), hooks)
+            self._hooks[model] = ForwardHooks(model, self._activations, owner=self)
         if self._stream is not None:
-            try:
-                self._stream.attach(model)
-            except BaseException:
-                self.detach_model(model)
-                raise
+            self._stream.attach(model)
 
     def _note_device(self, parameters: Any) -> None:
         first = next(iter(parameters), None)
@@ -213,12 +197,11 @@ class OffloadEngine(EngineReports):
 
     def detach_model(self, model: nn.Module) -> None:
         """Remove the hooks from a model; what is offloaded is still loaded for its backward."""
-        entry = self._hooks.pop(id(model), None)
-        if entry is not None:
-            entry[1].remove()
+        if model in self._hooks:
+            self._hooks.pop(model).remove()
         if self._stream is not None:
             self._stream.detach(model)
-        self._registry.remove_module(model)
+        self._registry.modules.discard(model)
 
     def save_weights_by(self, save: Callable[[torch.Tensor], Packed | None]) -> None:
         """Replace saved weights by handles of a framework that partitions weights itself.
@@ -270,13 +253,12 @@ class OffloadEngine(EngineReports):
             self._activations.hint()
 
     def _before_forward(self) -> None:
-        profile_run.observe_pass(self._forwards, self.profile)
+        profile_run.observe_pass(self._log.passes, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
-        self._forwards += 1
-        if self._forwards == 2:
+        if self._log.passes == 2:
             self._advise()
-        if self._forwards == self.config.planning.profile_steps + 2:
+        if self._log.passes == self.config.planning.profile_steps + 2:
             self._choice.explain(self.effective_config())
 
     def _advise(self) -> None:
@@ -286,9 +268,8 @@ class OffloadEngine(EngineReports):
         """
         if self._choice.limit.nbytes is not None:
             return
-        moved = sum(
-            self._recorder.client_bytes["activations", verb] for verb in ("written", "forwarded")
-        )
+        sent = self._recorder.client_bytes
+        moved = sent["activations", "written"] + sent["activations", "forwarded"]
         moved += self._optimizers.state_bytes
         on_device = has_memory_statistics(self._device)
         free = free_bytes(self._device) if on_device else available_bytes()
@@ -318,11 +299,11 @@ class OffloadEngine(EngineReports):
         self.save_report()
         if self._activations is not None:
             self._activations.enabled = False
-        for reference, hooks in self._hooks.values():
+        for hooks in self._hooks.values():
             hooks.remove()
-            if (model := reference()) is not None:
-                self._registry.remove_module(model)
         self._hooks.clear()
+        leave_interrupted_calls()  # of models that were freed
+        self._registry.modules.clear()
         self._log.close()
         self._optimizers.close()
         try:
@@ -339,15 +320,8 @@ class OffloadEngine(EngineReports):
 
     def _start_stream(self) -> None:
         """Stream the weights of models that are attached from now on."""
-        section = self.config.parameters
-        stream = WeightStream(
-            self._resources.store,
-            self._resources.clients["parameters"],
-            blocks_in_flight=section.blocks_in_flight,
-            classes=section.blocks,
-            is_block=self._is_block,
-            min_bytes=section.min_size,
-        )
+        tiers, section = self._resources.clients["parameters"], self.config.parameters
+        stream = WeightStream(self._resources.store, tiers, section, self._is_block)
         self._stream = self._optimizers.stream = stream
         if self._activations is None:
             self._activations = self._make_activations()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import os
 import platform
-import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
-from torch import nn
 
-from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
@@ -40,7 +37,6 @@ class EngineReports(EngineWeights):
     _activations: ActivationOffload | None
     _optimizers: AttachedOptimizers
     _choice: AutomaticChoice
-    _hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]]
     _metrics: Metrics
     _log: StepLog
     _device: torch.device
@@ -54,24 +50,19 @@ class EngineReports(EngineWeights):
             ConfigError: weights are not streamed.
         """
         self._check_open()
-        trained = sum(
-            p.nbytes for optimizer in self._optimizers for p in optimizer.parameters()
-            if p.requires_grad
-        )  # fmt: skip
+        parameters = [p for optimizer in self._optimizers for p in optimizer.parameters()]
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
         share = self._optimizers.state_bytes / trained if trained else 0.0
         stream, config = self._stream, self.config
         if stream is None:
             raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
+        order, learned = stream.schedule()
         passes = [
             BlockPass(block.name, backward, block.nbytes, block.trained, int(block.trained * share))
-            for block, backward in stream.schedule()
+            for block, backward in order
         ]
-        return weight_schedule(
-            passes,
-            config.parameters.blocks_in_flight,
-            learned=stream.has_seen_a_step,
-            updates=config.optimizer.overlap != "off",
-        )
+        most, updates = config.parameters.blocks_in_flight, config.optimizer.overlap != "off"
+        return weight_schedule(passes, most, learned=learned, updates=updates)
 
     def profile(self) -> Profile:
         """Return when the last step saved, used and freed each storage, and when it updated what.
@@ -173,9 +164,5 @@ class EngineReports(EngineWeights):
         return self._metrics.read(self._device, activations, optimizers)
 
     def export_trace(self, file: str | os.PathLike[str]) -> None:
-        """Write the latest transfers and stalls as a trace for Perfetto or chrome://tracing.
-
-        Args:
-            file: path of the JSON file to write.
-        """
+        """Write the latest transfers and stalls to a JSON file for Perfetto or chrome://tracing."""
         write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))

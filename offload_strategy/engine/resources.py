@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,46 +33,20 @@ from offload_strategy.units import MiB, format_size
 _FILE_BLOCK_BYTES = 32 * MiB
 
 
-@dataclass
 class Resources:
-    """Everything that must be closed; holds no reference to the engine."""
+    """Everything that must be closed; holds no reference to the engine.
 
-    store: TensorStore
-    pool: BufferPool
-    recorder: Recorder
-    #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
-    measured_paths: MeasuredPaths
-    #: Bytes of the pool that do not belong to dram tiers.
-    pinned_bytes: int
-    #: Tier for new weights of an accelerator that wait for `step()`.
-    new_weight_tiers: list[Tier]
-    memory_tiers: dict[str, MemoryTier] = field(default_factory=dict)
-    queues: dict[str, list[PathQueue]] = field(default_factory=dict)
-    quotas: dict[PathQueue, Quota] = field(default_factory=dict)
-    regions: list[Region] = field(default_factory=list)
-    clients: dict[Client, list[Tier]] = field(default_factory=dict)
-    #: Paths where files with what is offloaded may be; none where all that is there is encrypted.
-    paths: dict[Client, list[Path]] = field(default_factory=dict)
-    pid: int = field(default_factory=os.getpid)
-    _file_queues: list[PathQueue] = field(default_factory=list)
-    _stack: ExitStack = field(default_factory=ExitStack)
+    It opens the tiers that enabled sections use, which so many processes share; the config has this
+    process's share of every capacity.
+    """
 
-    @classmethod
-    def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
-        """Open the tiers that enabled sections use, which so many processes share.
-
-        The config has this process's share of every capacity.
-        """
-        wanted = {
-            client: config.tiers_for(client)
-            for client in CLIENTS
-            if getattr(config, client).enabled
-        }
+    def __init__(self, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> None:
+        enabled = [client for client in CLIENTS if getattr(config, client).enabled]
+        wanted = {client: config.tiers_for(client) for client in enabled}
         if config.parameters.enabled == "auto":  # in tiers that others use anyway
-            others = {
-                tier.name for client in wanted if client != "parameters" for tier in wanted[client]
-            }
-            wanted["parameters"] = [tier for tier in wanted["parameters"] if tier.name in others]
+            in_tiers = wanted.pop("parameters")
+            others = {tier.name for tiers in wanted.values() for tier in tiers}
+            wanted["parameters"] = [tier for tier in in_tiers if tier.name in others]
         used = {tier.name for tiers in wanted.values() for tier in tiers}
         tiers = [tier for tier in config.tiers if tier.name in used]
         check_capacities(
@@ -85,44 +58,57 @@ class Resources:
         )
         # It notices what a checksum would.
         cipher = BlockCipher(config.io.block_size) if config.io.encryption else None
-        accelerated = torch.accelerator.is_available()
-        pinned = config.memory.pinned_bytes(available_bytes() // processes, accelerated=accelerated)
-        # Tickets from a device that stay in a dram tier are held in buffers too.
-        host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
-        pool = BufferPool(pinned + host)
-        resources = cls(
-            TensorStore(pool, recorder, write_behind=pinned),
-            pool,
-            recorder,
-            MeasuredPaths(processes),
-            pinned,
-            new_weight_tiers=[HostTier("new weights in memory.pinned", pinned // 2)],
+        self.pid = os.getpid()
+        self.recorder = recorder
+        #: Bytes of the pool that do not belong to dram tiers.
+        self.pinned_bytes = config.memory.pinned_bytes(
+            available_bytes() // processes, accelerated=torch.accelerator.is_available()
         )
-        resources._stack.callback(resources.measured_paths.save)
-        resources._stack.callback(pool.close)
+        # Tickets from a device that stay in a dram tier are held in buffers too.
+        host_bytes = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
+        self.pool = BufferPool(self.pinned_bytes + host_bytes)
+        self.store = TensorStore(self.pool, recorder, write_behind=self.pinned_bytes)
+        #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
+        self.measured_paths = MeasuredPaths(processes)
+        #: Tier for new weights of an accelerator that wait for `step()`.
+        self.new_weight_tier = HostTier("new weights in memory.pinned", self.pinned_bytes // 2)
+        self.memory_tiers: dict[str, MemoryTier] = {}
+        self.queues: dict[str, list[PathQueue]] = {}
+        self.regions: list[Region] = []
+        self.clients: dict[Client, list[Tier]] = {}
+        #: Paths where files with optimizer states may be; none if what is there is encrypted.
+        self.state_paths = [path for tier in wanted.get("optimizer", ()) for path in tier.paths]
+        if config.io.encryption:
+            self.state_paths.clear()
+        self._quotas: dict[PathQueue, Quota] = {}
+        self._file_queues: list[PathQueue] = []
+        self._stack = ExitStack()
+        self._stack.callback(self.measured_paths.save)
+        self._stack.callback(self.pool.close)
         try:
             for tier in tiers:
-                if tier.kind == "ssd":
-                    try:
-                        resources._open_paths(tier, config, cipher)
-                    except OSError as error:
-                        raise ConfigError(
-                            f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
-                            f"Check the disk and the system's log, or name another directory."
-                        ) from error
+                if tier.kind != "ssd":
+                    kind = DeviceTier if tier.kind == "device" else HostTier
+                    assert tier.capacity is not None
+                    self.memory_tiers[tier.name] = kind(tier.name, tier.capacity)
                     continue
-                memory = DeviceTier if tier.kind == "device" else HostTier
-                assert tier.capacity is not None
-                resources.memory_tiers[tier.name] = memory(tier.name, tier.capacity)
+                try:
+                    self._open_paths(tier, config, cipher)
+                except OSError as error:
+                    raise ConfigError(
+                        f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
+                        f"Check the disk and the system's log, or name another directory."
+                    ) from error
             for client, names in wanted.items():
-                resources.clients[client] = resources._tiers_of(names)
-                if not config.io.encryption:
-                    resources.paths[client] = [path for tier in names for path in tier.paths]
-            resources._measure()
+                self.clients[client] = self._tiers_of(names)
+            # Probe unknown paths briefly where a tier must divide its bytes over several paths.
+            every = itertools.chain(*self.clients.values())
+            together = {queue for tier in every if len(tier.queues) > 1 for queue in tier.queues}
+            for queue in sorted(together, key=lambda queue: str(queue.path)):
+                self.measured_paths.probe(queue)
         except BaseException:
-            resources.close()
+            self.close()
             raise
-        return resources
 
     def room(self, client: Client) -> int:
         """Return the bytes that the tiers of a client have left."""
@@ -194,6 +180,8 @@ class Resources:
         self, tier: TierConfig, config: OffloadConfig, cipher: BlockCipher | None
     ) -> None:
         several, close = len(tier.paths) > 1, self._stack.callback
+        kind = "posix" if config.io.encryption else config.io.backend
+        threads, block_size = config.io.threads_to_use(), config.io.block_size
         queues = self.queues[tier.name] = []
         for place in tier.paths:
             path = make_process_directory(place) if tier.shared else place
@@ -203,18 +191,12 @@ class Resources:
             region = Region(path, tier.name, capacity, config.io.direct, overwrite=tier.overwrite)
             close(region.close)
             self.regions.append(region)
-            path_lock = PathLock(region.path)
-            close(path_lock.close)
-            backend = create_backend(
-                "posix" if config.io.encryption else config.io.backend,
-                threads=config.io.threads_to_use(),
-                block_size=config.io.block_size,
-            )
+            lock = PathLock(region.path)
+            close(lock.close)
+            backend = create_backend(kind, threads=threads, block_size=block_size)
             close(backend.close)
             checksum = cipher or create_checksum(config.io.checksum, backend)
-            queue = PathQueue(
-                region, backend, self.recorder, path_lock=path_lock, checksum=checksum
-            )
+            queue = PathQueue(region, backend, self.recorder, path_lock=lock, checksum=checksum)
             close(queue.close)
             self.measured_paths.add(queue, place)
             queues.append(queue)
@@ -226,7 +208,7 @@ class Resources:
                     f"have only {format_size(room)} to give. Lower the capacity, free some space, "
                     f"or add a path."
                 )
-            self.quotas.update(dict.fromkeys(queues, Quota(tier.capacity)))
+            self._quotas.update(dict.fromkeys(queues, Quota(tier.capacity)))
 
     def _tiers_of(self, tiers: list[TierConfig]) -> list[Tier]:
         """Return the tiers of a client; consecutive ssd tiers work as one."""
@@ -235,22 +217,10 @@ class Resources:
             names = [tier.name for tier in group]
             if kind == "ssd":
                 queues = [queue for name in names for queue in self.queues[name]]
-                found.append(PathTier("+".join(names), queues, self.quotas))
+                found.append(PathTier("+".join(names), queues, self._quotas))
             else:
                 found.extend(self.memory_tiers[name] for name in names)
         return found
-
-    def _measure(self) -> None:
-        """Probe unknown paths briefly where a tier must divide its bytes over several paths."""
-        together = {
-            queue
-            for tiers in self.clients.values()
-            for tier in tiers
-            if len(tier.queues) > 1
-            for queue in tier.queues
-        }
-        for queue in sorted(together, key=lambda queue: str(queue.path)):
-            self.measured_paths.probe(queue)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -55,26 +55,23 @@ class StepLog:
         # Forward passes and sums of the run at the end of each step.
         self._sums: deque[tuple[int, StepFigures]] = deque(maxlen=_STEPS + 1)
         self._handles: list[RemovableHandle] = []
-        #: How often optimizers have stepped.
-        self.steps = 0
-        self._passes = 0
+        #: How often optimizers have stepped, and the number of forward passes.
+        self.steps = self.passes = 0
         self._was_last = False
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Let steps end with those of an optimizer, if its states are offloaded."""
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of frameworks have none
             assert optimizer is not None
-            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._count)))
-        if isinstance(optimizer, OffloadedOptimizer):
             # The hook lies on the user's own optimizer, which may live longer.
-            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._step_over)))
+            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._stepped)))
 
     def pass_begins(self, *, last: bool) -> None:
         """Note a forward pass, which is hinted to be the last of its step or not."""
         if self._was_last and not self._optimizers:
             self._step_over()
         self._was_last = last
-        self._passes += 1
+        self.passes += 1
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -98,19 +95,19 @@ class StepLog:
         waits = sum(seconds for part, seconds in step.items() if part.startswith("waiting"))
         return {**step, "computing": max(0.0, step["step"] - step["updates"] - waits)}, passes
 
-    def _count(self, *_: object) -> None:
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         self.steps += 1
+        if self._optimizers.stream is not None:
+            self._optimizers.stream.end_step()
+        if isinstance(optimizer, OffloadedOptimizer):
+            self._step_over()
 
-    def _step_over(self, *_: object) -> None:
+    def _step_over(self) -> None:
         self._on_step()
-        if self._sums and self._sums[-1][0] == self._passes:
+        if self._sums and self._sums[-1][0] == self.passes:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder
         reads = recorder.read_stall_seconds["activations"]
-        moved = {
-            verb: float(sum(recorder.client_bytes[client, verb] for client in _MOVED))
-            for verb in ("read", "written")
-        }
         sums = {
             "step": perf_counter(),
             "updates": sum(optimizer.timings.seconds for optimizer in self._optimizers),
@@ -118,9 +115,11 @@ class StepLog:
             "waiting for room": recorder.stall_seconds["activations"] - reads,
             "waiting for updates": recorder.stall_seconds["optimizer"],
             _WEIGHTS: recorder.stall_seconds["parameters"],
-            **{f"{verb} in a step": nbytes for verb, nbytes in moved.items()},
         }
-        self._sums.append((self._passes, sums))
+        for verb in ("read", "written"):
+            moved = sum(recorder.client_bytes[client, verb] for client in _MOVED)
+            sums[f"{verb} in a step"] = float(moved)
+        self._sums.append((self.passes, sums))
 
 
 def compare_step(

@@ -8,14 +8,16 @@ the device, which is slower and just as correct.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
 
 _SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
+#: Returns `torch.cuda`, `torch.xpu` or the like.
+_module: Callable[[torch.device], Any] = torch.get_device_module
 
 _Held = TypeVar("_Held")
 
@@ -26,10 +28,6 @@ def is_asynchronous(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     known = accelerator is not None and accelerator.type == device.type
     return known and device.type not in _SYNCHRONOUS
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -165,12 +163,10 @@ def generators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     return list({tensor.device for tensor in tensors if is_asynchronous(tensor.device)})
 
 
-@contextmanager
-def forked_generators(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore the generators of the CPU and of these devices at the end."""
+def forked_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+    """Return a context that restores the generators of the CPU and of these devices."""
     kind = devices[0].type if devices else "cuda"
-    with torch.random.fork_rng(devices=devices, device_type=kind):
-        yield
+    return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
 def generator_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:

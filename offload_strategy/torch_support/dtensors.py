@@ -16,8 +16,6 @@ try:
 except ImportError:  # torch was built without distributed training
     DTensor = None  # type: ignore[assignment,misc]
 
-_LAZY_SHAPE = (8, 8)
-
 
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is a DTensor."""
@@ -30,7 +28,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     For a lazy module's parameter that has no shape yet, a small tensor stands.
     """
     if is_lazy(tensor):
-        return torch.empty(_LAZY_SHAPE, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty(8, 8, dtype=tensor.dtype, device=tensor.device)
     if not is_sharded(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]

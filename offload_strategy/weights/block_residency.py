@@ -30,7 +30,11 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
+from offload_strategy.torch_support.interrupts import (
+    UninterruptedSection,
+    default_modes,
+    keeps_grad_mode,
+)
 from offload_strategy.torch_support.modules import calls_of
 from offload_strategy.units import MiB
 from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
@@ -76,12 +80,10 @@ class BlockResidency:
         with self._lock, default_modes():
             self._mark_needed(block)
             self._load(block)
-            with ExitStack() as acquired:
+            with UninterruptedSection():  # all are in memory: nothing waits or fails
                 for weight in block.weights:
                     weight.acquire()
-                    acquired.callback(weight.release)
-                acquired.pop_all()
-            self._open.blocks.append((block, ExitStack()))
+                self._open.blocks.append((block, ExitStack()))
             self._prefetch_next()
         if torch.is_grad_enabled():
             found_again = self._open.blocks[-1][1].enter_context(self.saving())
@@ -113,7 +115,7 @@ class BlockResidency:
             self._exit_blocks([block for block, _ in self._open.blocks if block in blocks])
 
     @keeps_grad_mode
-    def reset_peak(self) -> None:
+    def end_step(self) -> None:
         """End a step: nothing that autograd saved is needed any more."""
         self._exit_blocks([block for block, _ in self._open.blocks])
         with self._lock, default_modes():
@@ -128,11 +130,6 @@ class BlockResidency:
         """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
         for block in reversed(blocks):
             self.exit_block(block)
-
-    @property
-    def has_seen_a_step(self) -> bool:
-        """Whether the block order of a whole step is known."""
-        return bool(self._order.last_step)
 
     # ------------------------------------------------------------------ parameters
     @contextmanager
@@ -220,9 +217,9 @@ class BlockResidency:
         self._make_room(max(1, self._most - 1), keep=block)
         for weight in block.weights:
             weight.prefetch()
-        for weight in block.weights if only is None else [only]:
-            weight.load()
         for weight in block.weights:
+            if only is None or weight is only:
+                weight.load()
             if weight.is_resident:
                 self._by_storage[weight.storage_key] = weight
 
@@ -242,7 +239,6 @@ class BlockResidency:
             self._offload(block)
 
     def _offload(self, block: StreamedBlock) -> None:
-        """Offload the weights of a block that can be offloaded."""
         # A tied weight stays while another block computes with it.
         if all([self._offload_weight(weight) for weight in block.weights]):
             self._resident.pop(block, None)

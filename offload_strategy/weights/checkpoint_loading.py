@@ -9,10 +9,11 @@ written.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,21 +37,14 @@ _WINDOW_BYTES = 64 * MiB
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Missing and unexpected names of a loaded checkpoint.
+    """Names that only one of model and loaded checkpoint has."""
 
-    Args:
-        missing: names in the model that are not in the checkpoint; tied tensors count once.
-        unexpected: names in the checkpoint that are not in the model.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    missing: list[str]  # In the model and not in the checkpoint; tied tensors count once
+    unexpected: list[str]  # In the checkpoint and not in the model
 
 
 @dataclass(frozen=True)
 class _Match:
-    """A tensor of the model and its location in the checkpoint."""
-
     name: str
     tensor: torch.Tensor
     stored: StoredTensor
@@ -80,40 +74,32 @@ class Loader:
             # shared ones. Transformers' loaders tie them again too.
             tie()
         matches, found = match(model, checkpoint, strict=strict)
-        streamed = []
+        stream, streamed = self.stream, []
         total = sum(one.stored.nbytes for one in matches)
         with torch.no_grad(), Progress("loading weights", total) as bar:
             for one in matches:
-                if self._is_streamed(one):
+                plain = isinstance(one.tensor, nn.Parameter) and not is_sharded(one.tensor)
+                same = one.tensor.dtype == one.stored.dtype
+                if plain and same and stream is not None and stream.is_streamed(one.tensor):
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)
                     bar.update(one.stored.nbytes)
             adopted = ((m, self._file_ticket(m, self._device_of(m.tensor))) for m in streamed)
             for one, ticket in adopted if adopt else self._copied(streamed):
-                assert self.stream is not None
+                assert stream is not None
                 assert isinstance(one.tensor, nn.Parameter)
                 if one.tensor.is_meta:
                     materialize(one.tensor, self.device)
-                self.stream.take_ticket(one.name, one.tensor, ticket)
+                stream.take_ticket(one.name, one.tensor, ticket)
                 bar.update(one.stored.nbytes)
         return found
 
-    def _is_streamed(self, one: _Match) -> bool:
-        return (
-            self.stream is not None
-            and isinstance(one.tensor, nn.Parameter)
-            and not is_sharded(one.tensor)
-            and one.tensor.dtype == one.stored.dtype
-            and self.stream.is_streamed(one.tensor)
-        )
-
     def _copy_values(self, model: nn.Module, one: _Match) -> None:
         """Copy values into a tensor that is not streamed."""
-        tensor = one.tensor
+        tensor, stream = one.tensor, self.stream
         if tensor.is_meta:
-            tensor = self._materialized(model, tensor)
-        stream = self.stream
+            materialize(tensor, self.device)
         if one.stored.nbytes:  # the last ranks may have no rows of a small tensor
             ticket = self._file_ticket(one, torch.device("cpu"))
             flat = self.store.get(ticket)
@@ -124,18 +110,6 @@ class Loader:
             self.store.free(ticket)
         if stream is not None and isinstance(tensor, nn.Parameter):
             stream.stream_parameter(one.name, tensor, model)
-
-    def _materialized(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a meta parameter or buffer on the loader's device."""
-        if isinstance(tensor, nn.Parameter):
-            materialize(tensor, self.device)
-            return tensor
-        values = torch.empty_like(tensor, device=self.device)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is tensor:
-                    module._buffers[key] = values
-        return values
 
     def _copied(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
         """Yield tickets of copies on the tiers, with a window of reads and writes in flight."""
@@ -154,8 +128,7 @@ class Loader:
             size, device = one.stored.nbytes, self._device_of(one.tensor)
             ahead -= size
             payload = store.take(ticket)
-            while store.writing_bytes and store.writing_bytes + size > half:
-                store.await_writes(_CLIENT, max(0, half - size), seconds=1.0)
+            store.await_writes(_CLIENT, max(0, half - size), seconds=math.inf)
             on_host = device.type == "cpu"
             yield one, store.put(payload.to(device), _CLIENT, self.tiers, whole_pages=on_host)
 
@@ -186,10 +159,8 @@ def match(
             continue
         shape, stored = targets[name].shape, checkpoint[name]
         if tuple(shape) != stored.shape:
-            wrong.append(
-                f"{name} has shape {list(stored.shape)} in the checkpoint and {list(shape)} in "
-                f"the model"
-            )
+            there, here = list(stored.shape), list(shape)
+            wrong.append(f"{name} has shape {there} in the checkpoint and {here} in the model")
         elif is_sharded(targets[name]):
             if (rows := local_rows(targets[name])) is None:
                 wrong.append(f"{name} is not sharded by rows; load it before it is sharded")
@@ -218,9 +189,8 @@ def _check_whole(model: nn.Module, loaded: set[int]) -> None:
     """Check that no module on the meta device is loaded partly: it is initialized as a whole."""
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
-        if any(p.is_meta and id(p) not in loaded for p in own) and any(
-            id(p) in loaded or not p.is_meta for p in own
-        ):
+        filled = [id(p) in loaded or not p.is_meta for p in own]
+        if any(filled) and not all(filled):
             raise ConfigError(
                 f"load_weights: the checkpoint has some of the parameters of {name!r} "
                 f"({type(module).__name__}), which is on the meta device, but not all. Build "

@@ -20,32 +20,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _Tensor = torch.Tensor
 
 
-class ParameterOwner(Protocol):
-    """Manages the bytes of a guarded parameter."""
+class _Owner(Protocol):
+    """Manages the bytes of a guarded parameter; `StreamedWeight` describes what this names."""
 
-    #: Meta tensor with the parameter's shape, strides and dtype.
     form: torch.Tensor
-    #: Whether autograd saved the parameter itself, so that its bytes must stay until the step ends.
     pinned: bool
+    saving: Callable[[], AbstractContextManager[bool]]
 
     @property
-    def is_resident(self) -> bool:
-        """Whether the bytes are in memory."""
-
-    def begin_access(self) -> None:
-        """Load the bytes and keep them until `end_access`; they may be changed."""
-
-    def end_access(self) -> None:
-        """Undo `begin_access`."""
-
-    @property
-    def saving(self) -> Callable[[], AbstractContextManager[bool]]:
-        """Makes a context that recognizes saved weights; it yields False if it cannot."""
+    def is_resident(self) -> bool: ...
+    def begin_access(self) -> None: ...
+    def end_access(self) -> None: ...
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -111,7 +102,7 @@ class GuardedParameter(nn.Parameter):
         if func in _METADATA_FUNCTIONS or func in _LAYOUT_QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        accessed: list[ParameterOwner] = []
+        accessed: list[_Owner] = []
         # nn.Parameter(parameter) requires the same class, so the result is made plain.
         again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         try:
@@ -126,7 +117,8 @@ class GuardedParameter(nn.Parameter):
                     return func(*args, **kwargs)
             with accessed[0].saving() as found_again, torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            if not found_again and _is_in_graph(result):
+            results = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+            if not found_again and any(each.grad_fn is not None for each in results):
                 for owner in accessed:
                     owner.pinned = True
             if again:
@@ -178,7 +170,7 @@ def _edges(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
-    """Yield the guarded parameters among nested arguments."""
+    """Yield the guarded parameters among nested arguments, also in subclasses of containers."""
     if type(value) is GuardedParameter:
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -186,14 +178,7 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
             yield from _guarded_in(each)
 
 
-def _is_in_graph(result: Any) -> bool:
-    """Whether autograd may have saved tensors for a function's result."""
-    if isinstance(result, torch.Tensor):
-        return result.grad_fn is not None
-    return isinstance(result, (list, tuple)) and any(map(_is_in_graph, result))
-
-
-def guard(parameter: nn.Parameter, owner: ParameterOwner) -> None:
+def guard(parameter: nn.Parameter, owner: _Owner) -> None:
     """Intercept every access to a parameter from now on."""
     _owners[parameter] = owner
     parameter.__class__ = GuardedParameter

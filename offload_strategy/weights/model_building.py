@@ -9,7 +9,7 @@ them again. The weights are therefore bit-identical to those of a plain build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +20,18 @@ from offload_strategy.errors import ConfigError
 _TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 
 
-def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules with parameters on the meta device, in the order of construction.
+def modules_to_materialize(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules with parameters on the meta device by name, in order of construction.
 
     Raises ConfigError if one has no `reset_parameters`, or a buffer would stay uninitialized.
     """
-    named: dict[nn.Module, str] = {}
-    for name, module in _inner_first(model):
-        if _meta_tensors(module._parameters):
-            named.setdefault(module, name)
-    found = [(name, module) for module, name in named.items()]
+    modules: list[nn.Module] = []
+    model.apply(modules.append)  # inner modules come first
+    names = {module: name for name, module in model.named_modules()}
+    found = {module: names[module] for module in modules if _meta_tensors(module._parameters)}
     without_reset = [
         f"{name or '(the model)'} ({type(module).__name__})"
-        for name, module in found
+        for module, name in found.items()
         if _reset_method(module) is None
     ]
     if without_reset:
@@ -42,11 +41,10 @@ def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"device, and these modules have no reset_parameters() to initialize them. Build "
             f"the model within engine.building() instead, which runs its own initialization."
         )
-    names = {name for name, _ in found}
     unfilled = [
         name
         for name, buffer in model.named_buffers()
-        if buffer.is_meta and name.rpartition(".")[0] not in names
+        if buffer.is_meta and name.rpartition(".")[0] not in found.values()
     ]
     if unfilled:
         raise ConfigError(
@@ -71,8 +69,8 @@ def materialize_module(
         materialize(parameter, device)
         made(key, parameter)
     buffers = _meta_tensors(module._buffers)
-    for key, buffer in buffers.items():
-        module._buffers[key] = torch.empty_like(buffer, device=device)
+    for buffer in buffers.values():
+        materialize(buffer, device)
     _reset_method(module)()
     for key in buffers:
         filled = module._buffers[key]
@@ -84,11 +82,13 @@ def materialize_module(
             )
 
 
-def materialize(parameter: nn.Parameter, device: torch.device) -> None:
-    """Allocate a meta parameter on a device, uninitialized."""
-    values = torch.empty_like(parameter, device=device)
+def materialize(tensor: torch.Tensor, device: torch.device) -> None:
+    """Allocate a meta parameter or buffer on a device, uninitialized."""
+    values = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        values = nn.Parameter(values, tensor.requires_grad)
     # Keep the same Python object, which optimizers may hold already.
-    torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))
+    torch.utils.swap_tensors(tensor, values)
 
 
 def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _TensorType]:
@@ -97,9 +97,3 @@ def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _Tenso
 
 def _reset_method(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def _inner_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _inner_first(child, f"{name}.{child_name}".lstrip("."))
-    yield name, module

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.weights.guarded_parameter import GuardedParameter
@@ -20,10 +19,8 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 _PLAIN = (torch.Tensor, nn.Parameter)
 _LAZY = (UninitializedBuffer, UninitializedParameter)
 
-# Shared by all engines of the process, so that no two engines offload the same parameter's states
-# or the same module's activations.
-_state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Those of all engines of the process, so that no two offload the same module's activations.
+_registries: weakref.WeakSet[ParameterRegistry] = weakref.WeakSet()
 
 _Found = TypeVar("_Found")
 
@@ -32,8 +29,9 @@ class ParameterRegistry:
     """The modules and parameters that are attached to one engine."""
 
     def __init__(self) -> None:
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        _registries.add(self)
+        #: The attached modules.
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Those of lazy modules that had no storage yet at the last refresh.
         self._lazy: list[weakref.ref[torch.Tensor]] = []
@@ -46,61 +44,25 @@ class ParameterRegistry:
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
                 f"Attach the model itself, after its layers are created."
             )
-        if after_collection(lambda: _owner_of(module)):
+        if after_collection(lambda: any(module in each.modules for each in _registries)):
             raise ConfigError(
                 f"attach: this {type(module).__name__} is attached already. Attach a model once, "
                 f"or close the engine that has it (engine.close()) first."
             )
-        _module_owner[module] = weakref.ref(self)
-        self._modules.add(module)
-        for name, parameter in module.named_parameters():
-            self._names[parameter] = name
-
-    def remove_module(self, module: nn.Module) -> None:
-        """Release a module. Idempotent."""
-        if _owner_of(module) is self:
-            del _module_owner[module]
-        self._modules.discard(module)
-
-    def claim_states(
-        self, parameters: Sequence[torch.Tensor], owner: object, peers: Collection[object]
-    ) -> set[object]:
-        """Assign parameters to an optimizer for its lifetime; return it and peers that share some.
-
-        Raises ConfigError if an optimizer that is none of its peers has one of them.
-        """
-
-        def others() -> dict[torch.Tensor, set[object]]:
-            owners = {p: {*_state_owners.get(p, ())} - {owner} for p in parameters}
-            return {parameter: found for parameter, found in owners.items() if found}
-
-        found = after_collection(others)
-        for parameter, its_owners in found.items():
-            if not its_owners <= {*peers}:
-                raise ConfigError(
-                    f"attach: the parameter {self.name_of(parameter)!r} is attached with another "
-                    f"optimizer already, by another engine. Attach each parameter to one engine. "
-                    f"Close the other engine first if it is a leftover."
-                )
-        for parameter in parameters:
-            _state_owners.setdefault(parameter, weakref.WeakSet()).add(owner)
-        return set().union({owner} if found else (), *found.values())
-
-    def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
-        """Release the parameters of an optimizer. Idempotent."""
-        for parameter in parameters:
-            _state_owners.get(parameter, weakref.WeakSet()).discard(owner)
+        self.modules.add(module)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return its name in the attached model, or its shape."""
-        return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
+        every = (named for module in list(self.modules) for named in module.named_parameters())
+        names = (name for name, each in every if each is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
 
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:
         """Update which storages hold weights; called at the start of each forward pass."""
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._lazy.clear()
-        for module in list(self._modules):
+        for module in list(self.modules):
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
@@ -134,11 +96,6 @@ def after_collection(find: Callable[[], _Found]) -> _Found:
         gc.collect()
         return find()
     return found
-
-
-def _owner_of(module: nn.Module) -> object | None:
-    reference = _module_owner.get(module)
-    return None if reference is None else reference()
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

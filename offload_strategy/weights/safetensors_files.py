@@ -121,11 +121,8 @@ def _library(method: str) -> Any:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state_dict without detaching parameters."""
     # Detaching, as state_dict() does by default, would load every streamed weight.
-    return {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    values = model.state_dict(keep_vars=True).items()
+    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def save_shards(
@@ -171,28 +168,21 @@ def save_shards(
                 metadata = {"format": "pt", **same}
                 library.torch.save_file(values, partial / file, metadata=metadata)
                 del values
-            _flush_to_disk(partial / file)
+            with (partial / file).open("rb") as stream:  # onto the disk, out of the page cache
+                os.fsync(stream.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             bar.update(sum(tensor.nbytes for tensor in shard.values()))
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         for file in (*files, f"{_NAME}{_INDEX}"):
             os.replace(partial / file, directory / file)
-    except OSError as error:
+    except (OSError, library.SafetensorError) as error:  # the library's own: a full disk
+        reason = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"could not save weights to {str(directory)!r}: {error.strerror or error}. Free some "
-            f"space, or choose another directory."
+            f"could not save weights to {str(directory)!r}: {reason}. Free some space, or choose "
+            f"another directory."
         ) from error
     finally:
         bar.close()
         shutil.rmtree(partial, ignore_errors=True)
     return [directory / file for file in files]
-
-
-def _flush_to_disk(file: Path) -> None:
-    """Flush a file to disk and drop it from the page cache."""
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

@@ -136,7 +136,7 @@ class ShardedWeight(StreamedWeight):
         self.local_form = torch.empty_like(sharded._local_tensor, device="meta")
         super().__init__(name, flat, *services)
         self._fsdp_param = weakref.ref(fsdp_param)
-        self._sharded = weakref.ref(sharded)
+        self.key = weakref.ref(sharded)
         self._load_now = load_now
         # Stream of the last use, and an event after it; see [Note: streams of FSDP2].
         self._last_use: tuple[torch.Stream, torch.Event] | None = None
@@ -146,11 +146,6 @@ class ShardedWeight(StreamedWeight):
         sharded._local_tensor = StreamedShard(self)
         fsdp_param._init_extensions()
         fsdp_param.reset_sharded_param = self._on_reset
-
-    @property
-    def key(self) -> torch.Tensor | None:
-        """The sharded parameter."""
-        return self._sharded()
 
     def local_values(self) -> torch.Tensor:
         """Return the resident values in the shape of the local tensor, without the padding."""
@@ -169,11 +164,10 @@ class ShardedWeight(StreamedWeight):
 
     def load(self) -> None:
         """Load the bytes, or wait for the stream that used them last."""
-        with self._lock:
-            if self.is_resident:
-                self._await_last_use()
-            super().load()
-            self._note_use()
+        if self.is_resident:
+            self._await_last_use()
+        super().load()
+        self._note_use()
 
     def offload(self) -> None:
         """Offload the bytes as they are after their last use."""
@@ -190,7 +184,6 @@ class ShardedWeight(StreamedWeight):
             self.values().record_stream(now)
 
     def _note_use(self) -> None:
-        """Note that the current stream has used the bytes."""
         if self.is_resident and is_asynchronous(self.device):
             stream = current_stream(self.device)
             self._last_use = stream, stream.record_event()
@@ -203,44 +196,38 @@ class ShardedWeight(StreamedWeight):
 
     def acquire(self) -> None:
         """Load the bytes, and make them the local tensor until `release`."""
-        with self._lock:
-            super().acquire()
-            if self._unguarded == 1:
-                self._set_local(self.local_values())
+        super().acquire()
+        if self._unguarded == 1:
+            self._set_local(self.local_values())
 
     def release(self) -> None:
         """Undo one `acquire`."""
-        with self._lock:
-            self._note_use()
-            if self._unguarded == 1:
-                self._set_local(None)
-            super().release()
+        self._note_use()
+        if self._unguarded == 1:
+            self._set_local(None)
+        super().release()
 
     def _set_local(self, local: torch.Tensor | None) -> None:
         """Make a tensor the local one; None for one without bytes."""
-        if (sharded := self.key) is not None:
-            sharded._local_tensor = StreamedShard(self) if local is None else local  # type: ignore[attr-defined]
+        if (sharded := self.key()) is not None:
+            sharded._local_tensor = StreamedShard(self) if local is None else local
 
     def _on_reset(self) -> None:
         """Take over values that replace the local tensor; FSDP2 calls this to look for some."""
         fsdp_param = self._fsdp_param()
         if fsdp_param is None:
             return
-        info, sharded = fsdp_param._module_info, self._sharded()
+        info, sharded = fsdp_param._module_info, self.key()
         given = getattr(info.module, info.param_name)
         new = given._local_tensor
         if (isinstance(new, StreamedShard) and new.weight is self) or self.users:
             return
-        if (new.shape, new.dtype, new.device) != (
-            self.local_form.shape,
-            self.local_form.dtype,
-            self.device,
-        ):
+        form, device = self.local_form, self.device
+        if (new.shape, new.dtype, new.device) != (form.shape, form.dtype, device):
             raise OffloadError(
                 f"the shard of {self.name!r} was replaced by one of shape {tuple(new.shape)}, "
-                f"{new.dtype} on {new.device}; it was {tuple(self.local_form.shape)}, "
-                f"{self.local_form.dtype} on {self.device}. Move or convert a model before it is "
-                f"attached."
+                f"{new.dtype} on {new.device}; it was {tuple(form.shape)}, {form.dtype} on "
+                f"{device}. Move or convert a model before it is attached."
             )
         self.begin_access()
         try:
@@ -262,29 +249,26 @@ class ShardedWeight(StreamedWeight):
             return
         values = flat.detach()
         fsdp_param._sharded_param_data = values
-        is_here = restore or self.is_resident
-        self._set_local(
-            self._without_padding(values)
-            if is_here
-            else nan_placeholder(self.local_form, self.device)
-        )
+        local = nan_placeholder(self.local_form, self.device)
+        if restore or self.is_resident:
+            local = self._without_padding(values)
+        self._set_local(local)
         del fsdp_param.reset_sharded_param
 
 
-def sharded_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what FSDP2 gathers together: the name of a module, and FSDPParams by name."""
+def sharded_blocks(model: nn.Module, min_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what FSDP2 gathers together: the name of a module, and FSDPParams by name.
+
+    Those whose shard is below `min_bytes`, or of a class of its own, are left out.
+    """
     names = {module: name for name, module in model.named_modules()}
     for module, name in names.items():
         for group in fsdp_groups(module):
-            infos = [(each, each._module_info) for each in group.fsdp_params]
-            yield (
-                name or type(module).__name__,
-                {f"{names[i.module]}.{i.param_name}".lstrip("."): each for each, i in infos},
-            )
-
-
-def can_be_sharded_weight(fsdp_param: Any, min_bytes: int) -> bool:
-    """Whether the shard of an FSDPParam is large enough, and not of a class of its own."""
-    kind = type(fsdp_param.sharded_param._local_tensor)
-    nbytes: int = fsdp_param._sharded_param_data.nbytes
-    return kind in (torch.Tensor, StreamedShard) and nbytes >= max(1, min_bytes)
+            found = {}
+            for each in group.fsdp_params:
+                is_plain = type(each.sharded_param._local_tensor) in (torch.Tensor, StreamedShard)
+                if is_plain and each._sharded_param_data.nbytes >= max(1, min_bytes):
+                    info = each._module_info
+                    found[f"{names[info.module]}.{info.param_name}".lstrip(".")] = each
+            if found:
+                yield name or type(module).__name__, found

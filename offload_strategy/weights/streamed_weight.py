@@ -26,8 +26,9 @@ _UNSHARED_USE_COUNT = 2
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
-    It does not keep the parameter alive. The lock is held while the bytes are loaded or offloaded;
-    `on_access` is called when the parameter is accessed outside its block.
+    It does not keep the parameter alive. Whoever loads, acquires, releases or offloads it holds the
+    lock. `on_access` is called when the parameter is accessed outside its block; `saving` makes a
+    context that recognizes saved weights, and yields False if it cannot.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class StreamedWeight:
         lock: AbstractContextManager[Any],
     ) -> None:
         self.name = name
-        self._take_form(parameter)
+        self._take_form(parameter)  # a meta tensor of its shape, strides and dtype
         #: Number of blocks and accesses that need the bytes now.
         self.users = 0
         # Blocks among them; during an access it stays guarded, to see other threads' accesses.
@@ -52,6 +53,8 @@ class StreamedWeight:
         self.changed = True
         self._version = -1
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
+        #: The parameter that the model has; both are None after it was freed.
+        self.key: weakref.ref[Any] = self.parameter
         self._store = store
         self._tiers = list(tiers)
         self._on_access = on_access
@@ -68,11 +71,6 @@ class StreamedWeight:
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         self._placeholder = nan_placeholder(self.form, parameter.device)
-
-    @property
-    def key(self) -> torch.Tensor | None:
-        """The parameter that the model has; None after it was freed."""
-        return self.parameter()
 
     @property
     def is_resident(self) -> bool:
@@ -118,20 +116,18 @@ class StreamedWeight:
 
     def acquire(self) -> None:
         """Load the bytes, keep them until `release`, and remove the guard meanwhile."""
-        with self._lock:
-            self.load()
-            self.users += 1
-            self._unguarded += 1
-            if self._unguarded == 1 and (parameter := self.parameter()) is not None:
-                unguard(parameter)
+        self.load()
+        self.users += 1
+        self._unguarded += 1
+        if self._unguarded == 1 and (parameter := self.parameter()) is not None:
+            unguard(parameter)
 
     def release(self) -> None:
         """Undo one `acquire`."""
-        with self._lock:
-            self.users -= 1
-            self._unguarded -= 1
-            if self._unguarded == 0 and (parameter := self.parameter()) is not None:
-                guard(parameter, self)
+        self.users -= 1
+        self._unguarded -= 1
+        if self._unguarded == 0 and (parameter := self.parameter()) is not None:
+            guard(parameter, self)
 
     @keeps_grad_mode
     def begin_access(self) -> None:
@@ -211,15 +207,11 @@ class StreamedWeight:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
         if self.changed or parameter._version != self._version or self._ticket is None:
-            self._replace_ticket(
-                self._store.put(
-                    self.values().view(-1).view(torch.uint8),
-                    _CLIENT,
-                    self._tiers,
-                    whole_pages=True,
-                    one_block_at_a_time=self.device.type == "cpu",
-                )
+            flat, on_host = self.values().view(-1).view(torch.uint8), self.device.type == "cpu"
+            ticket = self._store.put(
+                flat, _CLIENT, self._tiers, whole_pages=True, one_block_at_a_time=on_host
             )
+            self._replace_ticket(ticket)
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False

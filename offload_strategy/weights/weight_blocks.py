@@ -1,11 +1,12 @@
 """Blocks of a model, whose weights are loaded and offloaded together, and their order in a step.
 
-Repeated layers are found automatically (torch_support/modules.py). A module outside of them, such
-as an embedding or a head, is a block if it holds a large parameter itself.
+Repeated layers are found automatically. A module outside of them, such as an embedding or a head,
+is a block if it holds a large parameter itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -14,10 +15,11 @@ from torch import nn
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
-from offload_strategy.torch_support.modules import WHOLE, outermost_blocks
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from offload_strategy.weights.streamed_weight import StreamedWeight
 
+#: Their forward uses weights of modules in them, and reads those before it takes a fast path.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 #: Longer sequences (generation, which never ends a step) are not recorded completely.
 _MOST_ENTRIES = 4096
 
@@ -31,8 +33,10 @@ def cut_into_blocks(
     """Return the blocks of a model in the order in which its modules are registered.
 
     A block is a name, a module, and the parameters that are streamed for its forward; tied ones are
-    in several blocks. See `outermost_blocks` for `classes` and `choose`; parameters below
-    `min_bytes` stay in memory. Raises ConfigError if the model has no module of a named class.
+    in several blocks. Instances of module classes named in `classes` are blocks besides repeated
+    layers; `choose` says for a module and its name whether it is a block, instead of the search for
+    repeated layers. Parameters below `min_bytes` stay in memory. Raises ConfigError if the model
+    has no module of a named class.
     """
     known = {type(module).__name__ for module in model.modules()}
     for name in classes:
@@ -41,8 +45,8 @@ def cut_into_blocks(
                 f"parameters.blocks: the model has no module of class {name!r}; it has "
                 f"{', '.join(sorted(known))}."
             )
-    whole = isinstance(model, WHOLE)
-    roots = [("", model)] if whole else list(outermost_blocks(model, classes, choose))
+    whole = isinstance(model, _WHOLE)
+    roots = [("", model)] if whole else list(_outermost_blocks(model, classes, choose))
     named = [(name, module, module.named_parameters(prefix=name)) for name, module in roots]
     covered = {id(inner) for _, module in roots for inner in module.modules()}
     order = {}
@@ -64,6 +68,31 @@ def cut_into_blocks(
         if streamed:
             blocks.append((name or type(module).__name__, module, streamed))
     return blocks
+
+
+def _outermost_blocks(
+    model: nn.Module,
+    classes: Collection[str],
+    choose: Callable[[str, nn.Module], bool] | None,
+    prefix: str = "",
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that are blocks with their names, in the order of registration.
+
+    Repeated layers are members of a `ModuleList`, `Sequential` or `ModuleDict` that has two or more
+    children of one class with parameters.
+    """
+    counts: Counter[type] = Counter()
+    if choose is None and isinstance(model, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        with_weights = (child for child in model.children() if [*child.parameters()])
+        counts.update(map(type, with_weights))
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        chosen = choose is not None and choose(path, child)
+        named = type(child).__name__ in classes or isinstance(child, _WHOLE)
+        if chosen or named or counts[type(child)] > 1:
+            yield path, child
+        else:
+            yield from _outermost_blocks(child, classes, choose, f"{path}.")
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
@@ -105,11 +134,10 @@ class BlockOrder:
     """
 
     def __init__(self) -> None:
-        self._next: dict[_Key, StreamedBlock] = {}
-        # Keys whose block was needed twice in a row: in this pass, and in the previous one.
-        self._repeated: set[_Key] = set()
-        self._again: set[_Key] = set()
+        # The block that followed, and whether that of the key was needed twice in a row before.
+        self._next: dict[_Key, tuple[StreamedBlock, bool]] = {}
         self._key: _Key | None = None
+        self._repeated = False
         # The blocks needed since the last step ended, and those of the last whole step.
         self._step: list[tuple[StreamedBlock, bool]] = []
         self.last_step: list[tuple[StreamedBlock, bool]] = []
@@ -122,11 +150,10 @@ class BlockOrder:
         key = self._key
         if key is not None:
             if key[1] is block:
-                self._repeated.add(key)
+                self._repeated = True
                 return
-            self._next[key] = block
-            (self._again.add if key in self._repeated else self._again.discard)(key)
-            self._repeated.discard(key)
+            self._next[key] = block, self._repeated
+            self._repeated = False
         self._key = (None if key is None else key[1], block, backward)
 
     def step_ended(self) -> None:
@@ -138,16 +165,16 @@ class BlockOrder:
     @property
     def is_needed_again(self) -> bool:
         """Whether the current block was needed twice in a row the last time."""
-        return self._key in self._again
+        return self._key is not None and self._next.get(self._key, (None, False))[1]
 
     def next_blocks(self, count: int) -> Iterator[StreamedBlock]:
         """Yield the blocks that are expected next, at most `count` different ones."""
         key = self._key
         seen = set() if key is None else {key[1]}
         for _ in range(4 * count):
-            block = None if key is None else self._next.get(key)
-            if key is None or block is None or len(seen) > count:
+            if key is None or key not in self._next or len(seen) > count:
                 return
+            block, _ = self._next[key]
             if block not in seen:
                 seen.add(block)
                 yield block

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload_strategy.config import ParametersConfig
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
@@ -24,45 +25,32 @@ from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, l
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
-from offload_strategy.weights.sharded_weight import (
-    ShardedWeight,
-    can_be_sharded_weight,
-    sharded_blocks,
-)
+from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
 
 
 @dataclass(eq=False)
 class _AttachedModel:
-    """A model with its blocks and hooks."""
-
     model: weakref.ref[nn.Module]
     blocks: list[StreamedBlock] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
 class WeightStream(BlockResidency):
-    """The streamed weights of one engine; parameters below `min_bytes` stay in memory.
-
-    See `cut_into_blocks` for `classes` and `is_block`.
-    """
+    """The streamed weights of one engine; see `cut_into_blocks` for `is_block`."""
 
     def __init__(
         self,
         store: TensorStore,
         tiers: Sequence[Tier],
-        *,
-        blocks_in_flight: int,
-        min_bytes: int,
-        classes: Sequence[str] = (),
-        is_block: Callable[[str, nn.Module], bool] | None = None,
+        section: ParametersConfig,
+        is_block: Callable[[str, nn.Module], bool] | None,
     ) -> None:
-        super().__init__(blocks_in_flight)
+        super().__init__(section.blocks_in_flight)
         self._store = store
-        self._tiers = list(tiers)
-        self._min_bytes = min_bytes
-        self._classes = classes
+        self._tiers = tiers
+        self._section = section
         self._is_block = is_block
         self._models: list[_AttachedModel] = []
 
@@ -84,7 +72,7 @@ class WeightStream(BlockResidency):
 
     def is_streamed(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is streamed, or will be once its model is attached."""
-        return parameter in self._weights or can_be_streamed(parameter, self._min_bytes)
+        return parameter in self._weights or can_be_streamed(parameter, self._section.min_size)
 
     def unplaced_bytes(self, model: nn.Module, *, adopt: bool | None = None) -> int:
         """Return the bytes of a model's weights that still need room on the tiers.
@@ -102,8 +90,8 @@ class WeightStream(BlockResidency):
 
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
         """Materialize and initialize a model's meta parameters, module by module."""
-        modules = modules_to_materialize(model)
-        for name, module in Progress("attach", unit=" modules", iterable=modules):
+        modules = modules_to_materialize(model).items()
+        for module, name in Progress("attach", unit=" modules", iterable=modules):
             materialize_module(name, module, device, partial(self.stream_parameter, model=model))
             with self._lock:
                 self._offload_accessed()
@@ -115,33 +103,28 @@ class WeightStream(BlockResidency):
 
         One that FSDP2 has sharded is looked for in `model`.
         """
-        if not can_be_streamed(parameter, self._min_bytes):
+        if not can_be_streamed(parameter, self._section.min_size):
             return
         if not is_sharded(parameter):
             self._on_access(self._stream(name, parameter))
         elif model is not None and (fsdp_param := fsdp_param_of(model, parameter)) is not None:
             fsdp_param.reset_sharded_param()  # it was on the meta device
-            self._on_access(self._stream_shard(name, fsdp_param))
+            self._on_access(self._stream(name, fsdp_param.sharded_param, fsdp_param))
 
     def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
         """Set a parameter to the values of a ticket, without loading them."""
         with self._lock:
             self._stream(name, parameter).take_ticket(ticket)
 
-    def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
-        """Return the streamed weight of a parameter, creating it if needed."""
+    def _stream(self, name: str, parameter: nn.Parameter, fsdp_param: Any = None) -> StreamedWeight:
+        """Return the streamed weight of a parameter, or of an FSDPParam's; create it if needed."""
         weight: StreamedWeight | None = self._weights.get(parameter)
-        if weight is None:
+        if weight is None and fsdp_param is None:
             weight = StreamedWeight(name, parameter, *self._services())
-            self._weights[parameter] = weight
-        weight.name = name
-        return weight
-
-    def _stream_shard(self, name: str, fsdp_param: Any) -> StreamedWeight:
-        weight: StreamedWeight | None = self._weights.get(fsdp_param.sharded_param)
-        if weight is None:
+        elif weight is None:
             weight = ShardedWeight(name, fsdp_param, WeakHook(self.load_now), *self._services())
-            self._weights[fsdp_param.sharded_param] = weight
+        self._weights[parameter] = weight
+        weight.name = name
         return weight
 
     def _services(self) -> tuple[Any, ...]:
@@ -159,33 +142,18 @@ class WeightStream(BlockResidency):
         self._remove_freed_models()
         attached = _AttachedModel(weakref.ref(model))
         self._models.append(attached)
-        try:
-            self._stream_model(model, attached)
-        except BaseException:
-            self.detach(model)
-            raise
-
-    def _stream_model(self, model: nn.Module, attached: _AttachedModel) -> None:
         hook = WeakHook(self.enter_model, attached.blocks)
         attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
-        for name, module, parameters in cut_into_blocks(
-            model, self._classes, self._is_block, self._min_bytes
-        ):
+        classes, min_size = self._section.blocks, self._section.min_size
+        for name, module, parameters in cut_into_blocks(model, classes, self._is_block, min_size):
             block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
             self._add_block(attached, block)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
-            attached.handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-        for name, shards in sharded_blocks(model):  # FSDP2 asks for their weights
-            streamed = [
-                self._stream_shard(key, shard)
-                for key, shard in shards.items()
-                if can_be_sharded_weight(shard, self._min_bytes)
-            ]
-            if streamed:
-                self._add_block(attached, StreamedBlock(name, streamed))
+            attached.handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            attached.handles.append(module.register_forward_hook(leave, always_call=True))
+        for name, shards in sharded_blocks(model, min_size):  # FSDP2 asks for their weights
+            streamed = [self._stream(key, each.sharded_param, each) for key, each in shards.items()]
+            self._add_block(attached, StreamedBlock(name, streamed))
         with self._lock:
             self._make_room(0)
             self._offload_accessed()
@@ -201,7 +169,6 @@ class WeightStream(BlockResidency):
     def detach(self, model: nn.Module) -> None:
         """Stop streaming a model, and restore its weights in memory."""
         for attached in [known for known in self._models if known.model() is model]:
-            self._models.remove(attached)
             self._detach_model(attached, restore=True)
 
     def _remove_freed_models(self) -> None:
@@ -210,10 +177,10 @@ class WeightStream(BlockResidency):
             for attached in list(self._models):
                 weights = [weight for block in attached.blocks for weight in block.weights]
                 if attached.model() is None and all(w.parameter() is None for w in weights):
-                    self._models.remove(attached)
                     self._detach_model(attached, restore=False)
 
     def _detach_model(self, attached: _AttachedModel, *, restore: bool) -> None:
+        self._models.remove(attached)
         with self._lock:
             for handle in attached.handles:
                 handle.remove()
@@ -231,7 +198,7 @@ class WeightStream(BlockResidency):
         self._accessed.pop(weight, None)
         for key in [key for key, known in self._by_storage.items() if known is weight]:
             del self._by_storage[key]
-        if (parameter := weight.key) is not None:
+        if (parameter := weight.key()) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 
@@ -242,20 +209,20 @@ class WeightStream(BlockResidency):
     def close(self, *, restore: bool) -> None:
         """Stop streaming; weights that are not restored in memory are NaN from now on."""
         self._exit_blocks([block for block, _ in self._open.blocks])
-        for attached in self._models:
+        for attached in list(self._models):
             self._detach_model(attached, restore=restore)
-        self._models.clear()
         for weight in list(self._weights.values()):  # built but never attached
             self._close(weight, restore=restore)
 
-    def schedule(self) -> list[tuple[StreamedBlock, bool]]:
-        """Return the blocks that a step needs in order, and whether each is for backward."""
+    def schedule(self) -> tuple[list[tuple[StreamedBlock, bool]], bool]:
+        """Return what a step needs, and whether one was seen: blocks, each for backward or not."""
         with self._lock:
             learned = self._order.last_step
         if learned:
             backward = {block for block, in_backward in learned if in_backward}
             # Backward does not need a first layer's weight if its input requires no gradient.
             rest = {block: None for block, _ in learned if block not in backward and block.trained}
-            return [*learned, *((block, True) for block in rest)]
+            return [*learned, *((block, True) for block in rest)], True
         blocks = [block for attached in self._models for block in attached.blocks]
-        return [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
+        forward = [(block, False) for block in blocks]
+        return forward + [(block, True) for block in reversed(blocks)], False

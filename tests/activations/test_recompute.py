@@ -125,4 +125,4 @@ def test_a_model_may_be_attached_inside_of_a_region(engine, way, part):
     on_disk(engine)
     assert moved(engine) == 0  # its inputs belong to whoever calls it, the rest is made again
     # Scopes of two calls in two steps; a reentrant region's first pass computes no gradients.
-    assert engine._forwards == (0 if way == "reentrant" else 4)
+    assert engine._log.passes == (0 if way == "reentrant" else 4)

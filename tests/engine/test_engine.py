@@ -113,7 +113,6 @@ def test_what_is_attached_already_is_refused_here_and_by_other_engines(engine, d
 
 
 def test_what_was_dropped_leaves_its_address_and_its_parameters_free(engine):
-    """`id()` of a model that died is given to another."""
     for _ in range(12):
         net = model()
         for _ in range(2):
@@ -138,8 +137,9 @@ def test_sections_that_are_off_change_nothing(disk):
         assert not net._forward_hooks
         with engine.forward():
             train(net, optimizer)
-        assert engine.attach(model()) is None
+        engine.attach(net, SGD(net.parameters(), 0.1))  # once more, with another optimizer
         assert engine.metrics()["offload/activations/written_bytes"] == 0
+    assert OffloadEngine(settings(disk, activations=off, optimizer=off)).attach(net) is None
 
 
 # ---------------------------------------------------------------------- the end

@@ -14,13 +14,11 @@ def overlap():
 
 @pytest.fixture
 def activations():
-    """Whether they are offloaded."""
     return True
 
 
 @pytest.fixture
 def parameters():
-    """Options of streaming."""
     return {}
 
 

@@ -36,7 +36,6 @@ def away(model: Any) -> list[str]:
 
 
 def nearly_all_left(model: nn.Module) -> bool:
-    """Whether most of the weights are away."""
     return len(away(model)) > len(list(model.parameters())) // 2
 
 
@@ -47,7 +46,6 @@ def open_turns(engine: OffloadEngine) -> list[str]:
 
 
 def all_plain(model: nn.Module) -> bool:
-    """Whether no parameter is streamed any longer."""
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 

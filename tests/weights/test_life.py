@@ -67,6 +67,10 @@ def test_two_engines_in_turn_leave_plain_parameters(disk, sections):
             optimizer = engine.attach(model, own)
             assert any(type(p) is GuardedParameter for p in model.parameters())
             history += train(model, optimizer, 2, first=2 * number)
+        stream = weakref.ref(engine._stream)
+        del engine
+        gc.collect()
+        assert stream() is None, "the user's optimizer keeps nothing of the engine"
         assert all_plain(model)
     for got, wanted in zip([*history, weights(model)], [*expected, weights(plain)], strict=True):
         assert_same_bits(got, wanted)

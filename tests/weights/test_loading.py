@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -183,6 +184,17 @@ def test_adopted_files_may_go_and_be_replaced(engine, folder):
     (folder / "model.safetensors").unlink()
     engine.close()
     assert_same_bits(weights(model), expected)
+
+
+def test_weights_that_no_file_can_hold_are_an_error_of_ours(engine, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"could not save weights to .*File too large"):
+            engine.save_weights(build("GPT-2"), tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any((tmp_path / "saved").iterdir())
 
 
 def test_adopted_files_that_are_written_to_are_an_error(engine, folder):
