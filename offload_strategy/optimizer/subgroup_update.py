@@ -20,22 +20,18 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
-    NewWeights,
     hyper_parameters,
     sums_of_bits,
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
-from offload_strategy.optimizer.states.precision import INNER, Precision, master_weights_of
+from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
-    Layout,
     State,
     StateSet,
     Subgroup,
     UnpackedStates,
-    flatten_wrappers,
-    packable,
-    rebuild_wrappers,
+    lay_out,
 )
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
@@ -118,7 +114,6 @@ class Updater:
         self._residency = residency
         self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
-        self._generators: dict[torch.device, torch.Generator] = {}
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
         self.precision = precision
@@ -195,13 +190,12 @@ class Updater:
             with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
-                layout, flat, device = Layout.of(current), None, current[0].device
+                segments, flat, device = lay_out(current), None, current[0].device
                 if memory is None and device.type == "cpu":
                     memory = self._memory_for(current)
                 if memory is None:
-                    flat = self._store.borrow("optimizer", layout.nbytes, device)
-                    memory = layout.views(flat)
-                new_weights, weights = NewWeights(memory), memory
+                    flat = self._store.borrow("optimizer", segments[-1].end, device)
+                    memory = [segment.view(flat) for segment in segments]
                 for copy, weight, gradient in zip(memory, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
@@ -209,17 +203,19 @@ class Updater:
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.private, timing)
             gradient_versions = [gradient._version for gradient in gradients.values()]
-            self._run(subgroup, weights, unpacked, indices)
+            self._run(subgroup, memory, unpacked, indices)
             if gradient_versions != [gradient._version for gradient in gradients.values()]:
                 raise self._unfit(subgroup, "changes gradients, which it did not when it was tried")
-            for copy in weights:
+            for copy in memory:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             timing.written_bytes = new.nbytes
+            ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
-                new_weights.put(self._store, flat, layout, tiers)
-            return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, new_weights)
+                ahead.ticket = self._store.put(flat, "optimizer", tiers)
+                ahead.segments, ahead.new_weights = segments, ()
+            return ahead
 
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for copies of weights on the CPU that wait there, or None without room."""
@@ -261,7 +257,10 @@ class Updater:
                 if not unchanged:
                     self.drop(ahead_update)
                     return False
-                new_weights = ahead_update.new_weights.take(self._store)
+                new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
+                if ahead_update.ticket is not None:
+                    flat = self._store.take(ahead_update.ticket)
+                    new_weights = [segment.view(flat) for segment in ahead_update.segments]
                 self.has_begun = True
                 for weight, new in zip(weights, new_weights, strict=True):
                     weight.copy_(new)
@@ -272,9 +271,10 @@ class Updater:
 
     def drop(self, ahead_update: AheadUpdate) -> None:
         """Free an update that will not be committed."""
-        ahead_update.new_weights.free(self._store)
-        if ahead_update.states.ticket is not None:
-            self._store.free(ahead_update.states.ticket)
+        ahead_update.new_weights = ()
+        for ticket in (ahead_update.ticket, ahead_update.states.ticket):
+            if ticket is not None:
+                self._store.free(ticket)
 
     def prefetch_states(self, subgroup: Subgroup) -> None:
         """Begin to load a subgroup's states, and its weights if they are streamed."""
@@ -286,7 +286,8 @@ class Updater:
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
-        ahead_update.new_weights.prefetch(self._store)
+        if ahead_update.ticket is not None:
+            self._store.prefetch(ahead_update.ticket)
         if self._residency is not None:
             self._residency.prefetch(ahead_update.parameters())
 
@@ -306,7 +307,7 @@ class Updater:
             begin = perf_counter()
             flat = load(states.ticket)
             timing.waited += perf_counter() - begin
-        return UnpackedStates(states, flat)
+        return UnpackedStates.of(states, flat)
 
     def _run(
         self,
@@ -374,45 +375,21 @@ class Updater:
         )
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
-        old = updated.source
-        put = partial(self._store.put, client="optimizer", tiers=self._tiers, replaces=old.ticket)
-        return updated.pack(self._store, put, self.precision, self._generator(subgroup, old))
+        generator = self._generator(subgroup, updated.source)
+        return updated.pack(self._store, self._tiers, self.precision, generator)
 
     def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
-        """The generator for stochastic rounding of the next states, seeded anew at each call."""
+        """The generator for stochastic rounding of the next states."""
         if not self.precision.stochastic_rounding:
             return None
-        device = subgroup.slices[0].parameter.device
-        generator = self._generators.setdefault(device, torch.Generator(device))
-        generator.manual_seed(subgroup.number << 32 | old.updates)
-        return generator
+        generator = torch.Generator(subgroup.slices[0].parameter.device)
+        return generator.manual_seed(subgroup.number << 32 | old.updates)
 
     # ------------------------------------------------------------------ states as a whole
     def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
-        """Replace a subgroup's states by those of a loaded checkpoint, one dict for each slice."""
-        states = [flatten_wrappers(state) for state in states]
-        for param_slice, state in zip(subgroup.slices, states, strict=True):
-            has_master = self.precision.has_master(param_slice.parameter)
-            for name, value in list(state.items()):
-                if packable(value):
-                    dtype = value.dtype
-                    if has_master and INNER not in name:
-                        dtype = self.precision.compute_dtype(dtype)
-                    state[name] = value.to(param_slice.parameter.device, dtype)
-        unpacked = UnpackedStates(StateSet([]), None)
-        unpacked.states = states
+        """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
+        unpacked = UnpackedStates(StateSet([]), states)
         self._set_states(subgroup, self._pack(subgroup, unpacked))
-
-    def state_copies(self, subgroup: Subgroup) -> list[State]:
-        """Copies of a subgroup's states in ordinary host memory, one dict for each slice.
-
-        Also for parameters of an accelerator, where all states at once may not fit.
-        """
-        metadata = subgroup.states.metadata()
-        for stored, values in zip(metadata.stored, self.values(subgroup), strict=True):
-            copy = values.to("cpu", stored.compute_dtype, copy=True)
-            metadata.small[stored.slice_index][stored.name] = copy
-        return [rebuild_wrappers(state) for state in metadata.small]
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""

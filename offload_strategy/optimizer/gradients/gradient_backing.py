@@ -29,7 +29,7 @@ import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
-from offload_strategy.optimizer.states.subgroups import Layout
+from offload_strategy.optimizer.states.subgroups import lay_out
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
@@ -90,7 +90,7 @@ class StoredGradient:
             )
         flat = in_order.view(-1).view(torch.uint8)
         self._store = store
-        self._segment = Layout.of([gradient]).segments[0]
+        self._segment = lay_out([gradient])[0]
         self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
 
     def load(self) -> torch.Tensor:

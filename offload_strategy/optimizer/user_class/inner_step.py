@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
-    join_states,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import copy_rounded
@@ -281,11 +280,12 @@ def _merge_states(
     state: dict[str, Any], updated: Sequence[tuple[ParameterSlice, dict[str, Any]]]
 ) -> None:
     """Write what was not upcast of the slices' states into the state of their weight."""
-    slices = [param_slice for param_slice, _ in updated]
-    for name in updated[-1][1]:
+    for name, value in updated[-1][1].items():
         stored = state.get(name)
         if stored is None or not packable(stored):
-            state[name] = join_states(slices, [{name: each[name]} for _, each in updated])[name]
+            of_slice = isinstance(value, torch.Tensor) and value.shape == updated[-1][0].meta.shape
+            parts = [each[name] for _, each in updated]
+            state[name] = torch.cat(parts) if of_slice and len(parts) > 1 else parts[0]
             continue
         for param_slice, each in updated:
             place = param_slice.of(stored)
