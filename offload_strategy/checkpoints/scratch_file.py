@@ -216,20 +216,13 @@ class ScratchTensor:
         like, dtype = self.like, self.like.dtype
         rows = like.shape[0] if like.dim() else 1
         given = values.shape[0] if values.dim() else 1
-        if values.shape[1:] != like.shape[1:] or not 0 <= start_row <= rows - given:
-            raise ValueError(
-                f"values of shape {tuple(values.shape)} from row {start_row} on do not fit into a "
-                f"tensor of shape {tuple(like.shape)}"
-            )
+        fits = values.shape[1:] == like.shape[1:] and 0 <= start_row <= rows - given
+        assert fits, f"{values.shape} from row {start_row} on do not fit into {like.shape}"
         if self.offset is None:
             (like[start_row : start_row + given] if like.dim() else like).copy_(values)
             return
         order = sorted(range(like.dim()), key=like.stride, reverse=True)
-        if given < rows and order != list(range(like.dim())):
-            raise ValueError(
-                f"a tensor of shape {tuple(like.shape)} and strides {like.stride()} must be filled "
-                f"at once, because its rows are not contiguous"
-            )
+        assert given == rows or like.is_contiguous(), "its rows are not contiguous in memory"
         begin = self.offset + start_row * like.shape[1:].numel() * dtype.itemsize
         # A view if the values have the same memory order.
         flat = values.detach().permute(order).reshape(-1)

@@ -321,11 +321,11 @@ class Updater:
         parameters = [subgroup.slices[index].parameter for index in indices]
         run = partial(self._run_inner_step, subgroup, parameters)
         source = unpacked.source
-        upcast_dtypes = source.upcast_dtypes()
-        masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
+        rounded = source.rounded_names()
+        masters = self.precision.has_master(subgroup.slices[0].parameter)
         if (
             unpacked.flat is not None  # else states may be in memory in their stored dtypes
-            and (masters or any(upcast_dtypes))
+            and (masters or any(rounded))
             and self._is_elementwise(subgroup.group_index)
             and can_update_in_chunks(weights, states)
         ):
@@ -333,7 +333,7 @@ class Updater:
                 run,
                 weights,
                 states,
-                [upcast_dtypes[index] for index in indices],
+                [rounded[index] for index in indices],
                 partial(self._store.borrow, "optimizer"),
                 self._generator(subgroup, source),
             )

@@ -186,8 +186,8 @@ class BackwardOverlap(ABC):
     def _incomplete(self) -> Iterator[Subgroup]:
         return (subgroup for subgroup in self._order if id(subgroup) not in self._completed)
 
-    def _expect_all(self) -> None:
-        """Expect the gradients of every subgroup again."""
+    def _drop_all(self) -> None:
+        """Drop what was collected, and expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
         self._order = [*self._completed.values(), *self._incomplete()]
         self._completed = {}
@@ -225,9 +225,10 @@ class BackwardOverlap(ABC):
         self.redone_steps += count < self._ran_ahead
         self._ran_ahead = 0
 
-    @abstractmethod
     def reset(self) -> None:
         """Drop every update ahead of `step()` and all collected gradients."""
+        self._drop_all()
+        self._passes.end()
 
     def gradients_cleared(self) -> None:
         """Handle `zero_grad`, before `step()` or after it."""

@@ -224,19 +224,13 @@ class CommittedUpdates(BackwardOverlap):
         in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
         return backing.history if in_place and not backing.edited else None
 
-    def reset(self) -> None:
-        """See `BackwardOverlap.reset`."""
-        self._drop_all()
-        self._accumulates = False
-        self._passes.end()
-
     def _drop_all(self) -> None:
         for ahead_update in self._done.values():
             self._updater.drop(ahead_update)
         self._done = {}
         self._backings.clear()
         self._retained.clear()
-        self._expect_all()
+        super()._drop_all()
 
 
 # ---------------------------------------------------------------------- eager
@@ -253,8 +247,7 @@ class EagerUpdates(BackwardOverlap):
     def _begin_backward(self) -> None:
         self._check_stepped()
         # Drop what an earlier backward left that raised, or whose gradients were cleared.
-        self._gradients.clear()
-        self._expect_all()
+        self._drop_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
@@ -302,8 +295,6 @@ class EagerUpdates(BackwardOverlap):
                 "requires_grad_(False), micro-batches by engine.microbatch(index, last=False).)"
             )
 
-    def reset(self) -> None:
-        """Drop gradients that no update has used."""
+    def _drop_all(self) -> None:
         self._gradients.clear()
-        self._expect_all()
-        self._passes.end()
+        super()._drop_all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from offload_strategy.checkpoints import ScratchFile, ScratchTensor
+from offload_strategy.checkpoints.scratch_file import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry

@@ -53,14 +53,6 @@ class ParameterSlice:
         return self.of(local_tensor(self.parameter).detach())
 
     @property
-    def meta(self) -> torch.Tensor:
-        """A tensor on the meta device with the shape, strides and dtype of `values`."""
-        local = local_tensor(self.parameter)
-        return self.of(
-            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        )
-
-    @property
     def numel(self) -> int:
         """Number of elements."""
         local = local_tensor(self.parameter)

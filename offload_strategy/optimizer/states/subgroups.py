@@ -191,18 +191,16 @@ class StateSet:
 
     def upcast(self, states: list[State]) -> None:
         """Upcast states to their compute dtypes, where the stored dtypes differ."""
-        for state, dtypes in zip(states, self.upcast_dtypes(), strict=True):
-            state.update(
-                {name: state[name].to(dtype) for name, dtype in dtypes.items() if name in state}
-            )
+        for state, names in zip(states, self.rounded_names(), strict=True):
+            state.update((name, state[name].float()) for name in names if name in state)
 
-    def upcast_dtypes(self) -> list[dict[str, torch.dtype]]:
-        """For each slice, the compute dtype of every state that is stored in another dtype."""
-        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.small]
+    def rounded_names(self) -> list[list[str]]:
+        """For each slice, the float32 states that are stored in another dtype."""
+        names: list[list[str]] = [[] for _ in self.small]
         for index, name, segment, dtype in self.stored:
             if segment.dtype != dtype:
-                dtypes[index][name] = dtype
-        return dtypes
+                names[index].append(name)
+        return names
 
 
 @dataclass(eq=False)
