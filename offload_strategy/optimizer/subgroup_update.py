@@ -225,26 +225,21 @@ class Updater:
         return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 
     @torch.no_grad()
-    def unchanged(self, ahead_updates: Sequence[AheadUpdate]) -> list[bool | None]:
-        """Whether the weights of each update are still the same; None if `commit` is to check.
+    def compare_weights(self, ahead_updates: Sequence[AheadUpdate]) -> None:
+        """Find out which updates have the weights that there are still, where that takes a wait.
 
         On an accelerator all are compared first, so that the host waits for the device only once.
         On the CPU, `commit` finds the weights that it has compared in the processor's caches.
         """
-        found: list[bool | None] = [None] * len(ahead_updates)
-        compared: dict[int, torch.Tensor] = {}
-        for number, ahead_update in enumerate(ahead_updates):
-            if is_asynchronous(ahead_update.bits.device) and self._residency is None:
-                compared[number] = ahead_update.bits_match(ahead_update.current_weights())
-        if compared:
-            device = next(iter(compared.values())).device
-            together = torch.stack([same.to(device) for same in compared.values()])
-            for number, same in zip(compared, together.tolist(), strict=True):
-                found[number] = same
-        return found
+        there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
+        if there and self._residency is None:
+            device = there[0].bits.device
+            same = [each.bits_match(each.current_weights()).to(device) for each in there]
+            for each, unchanged in zip(there, torch.stack(same).tolist(), strict=True):
+                each.unchanged = unchanged
 
     @torch.no_grad()
-    def commit(self, ahead_update: AheadUpdate, unchanged: bool | None) -> bool:
+    def commit(self, ahead_update: AheadUpdate) -> bool:
         """Make an update visible that `may_be_valid`: copy the weights, swap the states' tickets.
 
         Returns False, and drops the update, if the weights have changed since.
@@ -252,9 +247,9 @@ class Updater:
         with self.timings.measure():
             with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
-                if unchanged is None:
-                    unchanged = bool(ahead_update.bits_match(weights))
-                if not unchanged:
+                if ahead_update.unchanged is None:
+                    ahead_update.unchanged = bool(ahead_update.bits_match(weights))
+                if not ahead_update.unchanged:
                     self.drop(ahead_update)
                     return False
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()

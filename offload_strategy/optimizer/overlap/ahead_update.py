@@ -61,6 +61,8 @@ class AheadUpdate:
     new_weights: Sequence[torch.Tensor]
     segments: Sequence[Segment] = ()
     ticket: Ticket | None = None
+    #: Whether `step()` has found the same weights; None before it has compared them.
+    unchanged: bool | None = None
 
     def may_be_valid(self, group: dict[str, Any]) -> bool:
         """Whether `step()` would compute the same, as far as version counters tell.

@@ -149,7 +149,7 @@ class CommittedUpdates(BackwardOverlap):
         super().__init__(updater, is_last)
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
-        self._done: dict[int, AheadUpdate] = {}
+        self._done: dict[Subgroup, AheadUpdate] = {}
         self._prediction = ScalingPrediction()
         self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
@@ -181,17 +181,17 @@ class CommittedUpdates(BackwardOverlap):
         if all(param_slice.rows is None for param_slice in ready):
             memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
         gradients = {}
-        for index, param_slice in enumerate(subgroup.slices):
-            if index in subgroup.ready:
-                gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
-                gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
-                del gradient
+        for index in sorted(subgroup.ready):
+            param_slice = subgroup.slices[index]
+            gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
+            gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
+            del gradient
         with self.streams.updating(list(gradients.values())):
-            self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients, memory)
+            self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
         for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
-            if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
+            if all(other in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
 
     def finish(self) -> list[AheadUpdate]:

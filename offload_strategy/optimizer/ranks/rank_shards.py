@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +31,6 @@ class RankShards:
         self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
-        self._assigned_elements: Counter[int] = Counter()
         self._reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
@@ -72,17 +71,14 @@ class RankShards:
         group = self.dp_group
         return group if group is not None and group.shards_states else None
 
-    def assign_owner(self, subgroup: Subgroup) -> None:
-        """Assign a new subgroup to the rank that has the fewest elements so far."""
+    def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
+        """Assign each subgroup in turn to the rank that has the fewest elements so far."""
         group = self._sharding_group
         if group is not None:
-            subgroup.owner = min(range(group.size), key=self._assigned_elements.__getitem__)
-            elements = sum(param_slice.numel for param_slice in subgroup.slices)
-            self._assigned_elements[subgroup.owner] += elements
-
-    def reset_owners(self) -> None:
-        """Start again: all subgroups will be planned anew."""
-        self._assigned_elements.clear()
+            elements = [0] * group.size
+            for subgroup in subgroups:
+                subgroup.owner = elements.index(min(elements))
+                elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
         """Return the subgroups that this rank updates, and has the states of."""
@@ -187,7 +183,7 @@ class RankShards:
                         own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
                     elif name not in own:
                         shape = local_tensor(param_slice.parameter).shape
-                        own[name] = scratch.reserve(shape, dtype, None)
+                        own[name] = scratch.reserve(shape, dtype)
             for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
                 read = self._values(subgroup, metadata, group)
                 for stored, values in zip(metadata.stored, read, strict=True):

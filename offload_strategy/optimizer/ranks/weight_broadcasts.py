@@ -85,19 +85,19 @@ class StepBroadcasts:
     def __init__(self, dp_group: DataParallelGroup | None, changing: Sequence[Subgroup]) -> None:
         self.dp_group = dp_group
         self._upcoming = deque(changing)
-        self._ready: set[int] = set()
+        self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
         self._advance()
 
     def ready(self, *subgroups: Subgroup) -> None:
         """Subgroups of this rank have their new weights, or keep the old ones."""
-        self._ready.update(map(id, subgroups))
+        self._ready.update(subgroups)
         self._advance()
 
     def _advance(self) -> None:
         while self.dp_group is not None and self._upcoming:
             subgroup = self._upcoming[0]
-            if subgroup.owner == self.dp_group.rank and id(subgroup) not in self._ready:
+            if subgroup.owner == self.dp_group.rank and subgroup not in self._ready:
                 return
             weights = [param_slice.values for param_slice in subgroup.slices]
             self._begun.append(WeightBroadcast(self.dp_group, weights, subgroup.owner))
