@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +96,6 @@ class OffloadedOptimizer(Optimizer):
         self._updater = Updater(
             inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
-        self.timings = self._updater.timings
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
@@ -108,7 +106,6 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
-        self._numbers = count(1)
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -359,8 +356,8 @@ class OffloadedOptimizer(Optimizer):
         known = {id(each.parameter) for subgroup in self._subgroups for each in subgroup.slices}
         size = self._subgroup_size
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
-            subgroup.number = next(self._numbers)
             self._subgroups.append(subgroup)
+            subgroup.number = len(self._subgroups)
         self._rank_shards.assign_owners(self._subgroups)
 
     def _current_subgroups(self) -> list[Subgroup]:

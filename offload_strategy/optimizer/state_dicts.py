@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +16,14 @@ from offload_strategy.optimizer.states.subgroups import State, Subgroup, flatten
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class OpaqueTensor:
     """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
 
     It would move every tensor to its parameter's device and cast it to its dtype, all at once.
     """
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:

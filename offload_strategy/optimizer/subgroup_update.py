@@ -5,10 +5,8 @@ See [Note: commit] in overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from timeit import default_timer as perf_counter
 from typing import Any, Protocol
@@ -43,6 +41,7 @@ from offload_strategy.optimizer.user_class.inner_step import (
 from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
+from offload_strategy.telemetry import UpdateRecord
 from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.dtensors import is_sharded
 
@@ -57,39 +56,6 @@ class WeightResidency(Protocol):
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
-
-
-@dataclass(slots=True)
-class UpdateTiming:
-    """When one update ran (`time.perf_counter`), how long it waited for states, and its I/O."""
-
-    begin: float
-    end: float = 0.0
-    waited: float = 0.0
-    read_bytes: int = 0
-    written_bytes: int = 0
-
-
-class UpdateTimings:
-    """The latest updates, in order: a few steps of many subgroups."""
-
-    def __init__(self) -> None:
-        self._latest: deque[UpdateTiming] = deque(maxlen=4096)
-        #: Seconds of all updates so far, waiting included.
-        self.seconds = 0.0
-
-    @contextmanager
-    def measure(self) -> Iterator[UpdateTiming]:
-        """Time an update; one that raises is not recorded."""
-        timing = UpdateTiming(perf_counter())
-        yield timing
-        timing.end = perf_counter()
-        self.seconds += timing.end - timing.begin
-        self._latest.append(timing)
-
-    def since(self, moment: float) -> list[UpdateTiming]:
-        """The updates that began at or after a moment."""
-        return [timing for timing in self._latest if timing.begin >= moment]
 
 
 class Updater:
@@ -117,7 +83,6 @@ class Updater:
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
         self.precision = precision
-        self.timings = UpdateTimings()
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
 
@@ -131,6 +96,13 @@ class Updater:
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup, looked up again as loading a state replaces it."""
         return self._optimizer.param_groups[subgroup.group_index]
+
+    @contextmanager
+    def _measured(self) -> Iterator[UpdateRecord]:
+        """Record an update, unless it raises."""
+        record = UpdateRecord(perf_counter())
+        yield record
+        self._store.recorder.updated(record)
 
     # ------------------------------------------------------------------ updates
     @torch.no_grad()
@@ -148,9 +120,9 @@ class Updater:
             }
         if not gradients:
             return
-        with self.timings.measure() as timing:
+        with self._measured() as record:
             old = subgroup.states
-            unpacked = self._load_states(subgroup, self._store.writable, timing)
+            unpacked = self._load_states(subgroup, self._store.writable, record)
             # Keep the states in memory until the new ones are stored, so that nothing is lost if
             # the update is interrupted or fails.
             subgroup.states = unpacked.without_ticket()
@@ -169,7 +141,7 @@ class Updater:
                 self._run(subgroup, weights, unpacked, gradients)
                 del weight, weights  # references keep streamed weights in memory
             subgroup.states = self._pack(subgroup, unpacked)
-            timing.written_bytes = subgroup.states.nbytes
+            record.written_bytes = subgroup.states.nbytes
         self.has_begun = False
 
     @torch.no_grad()
@@ -183,7 +155,7 @@ class Updater:
 
         In `memory` for the copies, where there is some: a tensor for each gradient.
         """
-        with self.timings.measure() as timing:
+        with self._measured() as record:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
@@ -201,7 +173,7 @@ class Updater:
                     copy.grad = gradient
                 del current, weight
             old = subgroup.states
-            unpacked = self._load_states(subgroup, self._store.private, timing)
+            unpacked = self._load_states(subgroup, self._store.private, record)
             gradient_versions = [gradient._version for gradient in gradients.values()]
             self._run(subgroup, memory, unpacked, indices)
             if gradient_versions != [gradient._version for gradient in gradients.values()]:
@@ -209,7 +181,7 @@ class Updater:
             for copy in memory:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
-            timing.written_bytes = new.nbytes
+            record.written_bytes = new.nbytes
             ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
@@ -244,7 +216,7 @@ class Updater:
 
         Returns False, and drops the update, if the weights have changed since.
         """
-        with self.timings.measure():
+        with self._measured():
             with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
                 if ahead_update.unchanged is None:
@@ -293,15 +265,15 @@ class Updater:
 
     # ------------------------------------------------------------------ running the user's class
     def _load_states(
-        self, subgroup: Subgroup, load: Callable[[Ticket], torch.Tensor], timing: UpdateTiming
+        self, subgroup: Subgroup, load: Callable[[Ticket], torch.Tensor], record: UpdateRecord
     ) -> UnpackedStates:
         states = subgroup.states
         flat = None
         if states.ticket is not None:
-            timing.read_bytes = states.nbytes
+            record.read_bytes = states.nbytes
             begin = perf_counter()
             flat = load(states.ticket)
-            timing.waited += perf_counter() - begin
+            record.waited += perf_counter() - begin
         return UnpackedStates.of(states, flat)
 
     def _run(
