@@ -363,11 +363,9 @@ class OffloadedOptimizer(Optimizer):
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
-        groups = [
-            {id(p) for p in group["params"] if not is_lazy(p)} for group in self.inner.param_groups
-        ]
-        planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
-        if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
+        groups = enumerate(self.inner.param_groups)
+        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
+        if wanted == {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}:
             return subgroups
         for ahead_update in () if self._overlap is None else self._overlap.finish():
             self._updater.drop(ahead_update)  # those of `eager` have been made
@@ -378,7 +376,7 @@ class OffloadedOptimizer(Optimizer):
         subgroups.clear()
         self._plan()
         replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
-        for gone in self._hooks.keys() - set().union(*groups):
+        for gone in self._hooks.keys() - {key for _, key in wanted}:
             self._hooks.pop(gone).remove()
         self._register_hooks()
         self._overlap_own_subgroups()

@@ -49,13 +49,10 @@ Options = Mapping[str, Any]
 
 
 class _Absent:
-    """Hides an inherited attribute."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    """Hides an inherited attribute, of the class as well."""
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(self._name)
+        raise AttributeError("an offloaded gradient gives no address of its values")
 
 
 def _on_memory(name: str) -> Callable[..., Any]:
