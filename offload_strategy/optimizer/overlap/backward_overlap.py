@@ -196,6 +196,9 @@ class BackwardOverlap(ABC):
             subgroup.ready.clear()
 
     def _begin_backward(self) -> None:
+        # What an earlier backward left that raised, or whose gradients were cleared; or, of one
+        # before the same step(), what ran ahead: gradients go on accumulating.
+        self._drop_all()
         if self._runs_ahead():
             self._prefetch_upcoming()
 

@@ -159,9 +159,7 @@ class CommittedUpdates(BackwardOverlap):
         return self._prediction.is_worthwhile and not self._accumulates
 
     def _begin_backward(self) -> None:
-        # In a second backward before step() gradients go on accumulating: drop what ran ahead.
         self._accumulates = bool(self._backings)
-        self._drop_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
@@ -246,8 +244,6 @@ class EagerUpdates(BackwardOverlap):
 
     def _begin_backward(self) -> None:
         self._check_stepped()
-        # Drop what an earlier backward left that raised, or whose gradients were cleared.
-        self._drop_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
