@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from timeit import default_timer as perf_counter
 from typing import Any, Protocol
@@ -125,7 +126,7 @@ class Updater:
             unpacked = self._load_states(subgroup, self._store.writable, record)
             # Keep the states in memory until the new ones are stored, so that nothing is lost if
             # the update is interrupted or fails.
-            subgroup.states = unpacked.without_ticket()
+            subgroup.states = replace(old, small=unpacked.states, ticket=None)
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]

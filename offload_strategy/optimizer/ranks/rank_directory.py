@@ -69,7 +69,10 @@ class RankDirectory:
     def add_rank_note(self, error: BaseException) -> None:
         """Add a note to an error of the transport that names the ranks that are gone."""
         has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-        if has_note or not _is_of_transport(error):
+        of_transport = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
+        )
+        if has_note or not of_transport:
             return
         deadline = perf_counter() + _PATIENCE_SECONDS
         while not (ended := self.ended()) and self._local and perf_counter() < deadline:
@@ -94,12 +97,6 @@ class RankDirectory:
                 f"{_NOTE} the ranks on this machine ({platform.node()}) run; see what became of "
                 f"{', '.join(others)}."
             )
-
-
-def _is_of_transport(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
-    )
 
 
 def _has_ended(process: psutil.Process | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -244,10 +244,6 @@ class UnpackedStates:
         for each, view in zip(source.stored, views, strict=False):
             states[each.slice_index][each.name] = view
         return cls(source, [rebuild_wrappers(state) for state in states], flat, views)
-
-    def without_ticket(self) -> StateSet:
-        """A set of the same states that keeps them in memory, without a ticket."""
-        return replace(self.source, small=self.states, ticket=None)
 
     def pack(
         self,
