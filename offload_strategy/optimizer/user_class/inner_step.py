@@ -222,15 +222,13 @@ def update_in_chunks(
     that. A generator rounds stochastically; None rounds to nearest. Returns whether the optimizer
     has added states.
     """
-    chunks = list(_chunks(weights))
     known = [len(state) for state in states]
-    most_elements = max(
-        sum(round_up(each.numel, SLICE_ALIGNMENT) * len(upcast[index]) for index, each in chunk)
-        for chunk in chunks
-    )
-    scratch = borrow(4 * most_elements).view(torch.float32) if most_elements else torch.empty(0)
+    scratch = torch.empty(0)
     updated: list[list[tuple[ParameterSlice, dict[str, Any]]]] = [[] for _ in weights]
-    for chunk in chunks:
+    for chunk in _chunks(weights):
+        sizes = [round_up(each.numel, SLICE_ALIGNMENT) * len(upcast[i]) for i, each in chunk]
+        if sum(sizes) > scratch.numel():  # at the first chunk, which is as large as most
+            scratch = borrow(4 * sum(sizes)).view(torch.float32)
         parameters, slice_states = [], []
         begin = 0
         for index, param_slice in chunk:
