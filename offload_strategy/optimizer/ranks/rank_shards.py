@@ -92,11 +92,12 @@ class RankShards:
 
     def check_local(self, parameter: torch.Tensor, subgroups: list[Subgroup]) -> None:
         """Raise `OffloadError` if another rank has the state of a parameter of these subgroups."""
-        for subgroup in self.others(subgroups):
+        elsewhere = self.others(subgroups)
+        if elsewhere:
             assert self.dp_group is not None
             raise OffloadError(
                 f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
-                f"{subgroup.owner} of {self.dp_group.size}: call optimizer.state_dict() on all "
+                f"{elsewhere[0].owner} of {self.dp_group.size}: call optimizer.state_dict() on all "
                 f"ranks, or set optimizer.sharding: false to have all states on every rank."
             )
 
