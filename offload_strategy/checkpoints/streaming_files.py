@@ -128,10 +128,8 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
             if _lock(fd, wait=True) and not os.fstat(fd).st_nlink:
                 continue
             if previous is not None:
-                now = os.fstat(fd)
-                if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
-                    with suppress(OSError):
-                        os.fchown(fd, previous.st_uid, previous.st_gid)
+                with suppress(OSError):
+                    os.fchown(fd, previous.st_uid, previous.st_gid)
                 with suppress(OSError):
                     os.fchmod(fd, mode)
             switch_to_direct_io(fd)
