@@ -129,10 +129,8 @@ def read_error_in_step(place: Path) -> Outcome:
         # New weights do not fit into host memory, and wait for `step()` on the disk.
         engine = OffloadEngine(settings(disk.directory, optimizer={"subgroup_size": 5_000}))
 
-        def commit_and_fail(
-            updater: Updater, ahead_update: AheadUpdate, unchanged: bool | None
-        ) -> bool:
-            held = commit(updater, ahead_update, unchanged)
+        def commit_and_fail(updater: Updater, ahead_update: AheadUpdate) -> bool:
+            held = commit(updater, ahead_update)
             if disk.image.stat().st_size:
                 cut(disk)
             return held

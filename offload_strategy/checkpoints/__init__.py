@@ -5,20 +5,7 @@ optimizers, integrations and scripts use it alike.
 """
 
 from offload_strategy.checkpoints.consolidation import consolidate
-from offload_strategy.checkpoints.private_maps import load, small_in_memory
-from offload_strategy.checkpoints.scratch_file import (
-    ScratchFile,
-    ScratchTensor,
-    scratch_directories,
-)
+from offload_strategy.checkpoints.private_maps import load
 from offload_strategy.checkpoints.streaming_files import save
 
-__all__ = [
-    "ScratchFile",
-    "ScratchTensor",
-    "consolidate",
-    "load",
-    "save",
-    "scratch_directories",
-    "small_in_memory",
-]
+__all__ = ["consolidate", "load", "save"]

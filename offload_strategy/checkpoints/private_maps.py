@@ -29,8 +29,6 @@ from offload_strategy.units import KiB
 
 #: Smaller tensors are created in ordinary memory, where a map would cost more than it saves.
 SMALL_BYTES = 64 * KiB
-#: Signature of the current torch.save format; older formats cannot be mapped.
-_ZIP_SIGNATURE = b"PK\x03\x04"
 #: The kernel reserves no memory for copies of the pages.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -65,7 +63,7 @@ def load(
         weights_only: as for `torch.load`.
     """
     with open(path, "rb") as file:
-        is_archive = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
+        is_archive = zipfile.is_zipfile(file)  # older formats cannot be mapped
         size = os.fstat(file.fileno()).st_size
         whole = is_archive and can_be_reserved(file.fileno(), size)
         if is_archive:

@@ -113,11 +113,8 @@ class ScratchFile:
         self.close()
 
     # ------------------------------------------------------------------ filling
-    def write(self, begin: int, tensor_end: int, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write contiguous values in whole pages, through the buffer. Called by `ScratchTensor`.
-
-        Offsets are in bytes; the rest of the page with the tensor's end is unused.
-        """
+    def write(self, begin: int, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write contiguous values from a byte on, through the buffer. Called by `ScratchTensor`."""
         assert self._map is None, "fill everything before the first tensor is mapped"
         end = begin + values.numel() * dtype.itemsize
         written = 0
@@ -128,11 +125,10 @@ class ScratchFile:
             while begin < end:
                 base = begin // PAGE_BYTES * PAGE_BYTES
                 stop = min(end, base + _BUFFER_BYTES)
-                shared = {base} if begin > base else set()
-                if stop % PAGE_BYTES and stop != tensor_end:
-                    shared.add(stop // PAGE_BYTES * PAGE_BYTES)
-                for page in shared:  # it holds other data too
-                    file.read(view[page - base : page - base + PAGE_BYTES], page)
+                for edge in (begin, stop):
+                    if edge % PAGE_BYTES:  # its page holds other data too
+                        page = edge // PAGE_BYTES * PAGE_BYTES
+                        file.read(view[page - base : page - base + PAGE_BYTES], page)
                 count = (stop - begin) // dtype.itemsize
                 target = flat[begin - base : stop - base].view(dtype)
                 target.copy_(values[written : written + count])
@@ -216,24 +212,17 @@ class ScratchTensor:
         like, dtype = self.like, self.like.dtype
         rows = like.shape[0] if like.dim() else 1
         given = values.shape[0] if values.dim() else 1
-        if values.shape[1:] != like.shape[1:] or not 0 <= start_row <= rows - given:
-            raise ValueError(
-                f"values of shape {tuple(values.shape)} from row {start_row} on do not fit into a "
-                f"tensor of shape {tuple(like.shape)}"
-            )
+        fits = values.shape[1:] == like.shape[1:] and 0 <= start_row <= rows - given
+        assert fits, f"{values.shape} from row {start_row} on do not fit into {like.shape}"
         if self.offset is None:
             (like[start_row : start_row + given] if like.dim() else like).copy_(values)
             return
         order = sorted(range(like.dim()), key=like.stride, reverse=True)
-        if given < rows and order != list(range(like.dim())):
-            raise ValueError(
-                f"a tensor of shape {tuple(like.shape)} and strides {like.stride()} must be filled "
-                f"at once, because its rows are not contiguous"
-            )
+        assert given == rows or like.is_contiguous(), "its rows are not contiguous in memory"
         begin = self.offset + start_row * like.shape[1:].numel() * dtype.itemsize
         # A view if the values have the same memory order.
         flat = values.detach().permute(order).reshape(-1)
-        self.file.write(begin, self.offset + like.nbytes, flat, dtype)
+        self.file.write(begin, flat, dtype)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor with its own storage; afterwards nothing can be reserved or filled."""

@@ -16,9 +16,9 @@ ignored, and torch's own error is dropped.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -128,10 +128,8 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
             if _lock(fd, wait=True) and not os.fstat(fd).st_nlink:
                 continue
             if previous is not None:
-                now = os.fstat(fd)
-                if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
-                    with suppress(OSError):
-                        os.fchown(fd, previous.st_uid, previous.st_gid)
+                with suppress(OSError):
+                    os.fchown(fd, previous.st_uid, previous.st_gid)
                 with suppress(OSError):
                     os.fchmod(fd, mode)
             switch_to_direct_io(fd)
@@ -147,17 +145,15 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
 
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary files of this target whose writers have ended."""
-    name = re.compile(re.escape(_prefix(target)) + "[0-9a-f]{16}" + re.escape(_PARTIAL))
-    for entry in os.listdir(target.parent):
-        if name.fullmatch(entry):
-            path = target.parent / entry
-            with suppress(OSError):  # it belongs to another user, or was removed meanwhile
-                fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
-                try:
-                    if _lock(fd, wait=False):
-                        os.unlink(path)
-                finally:
-                    os.close(fd)
+    pattern = glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL
+    for path in target.parent.glob(pattern):
+        with suppress(OSError):  # it belongs to another user, or was removed meanwhile
+            fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
+            try:
+                if _lock(fd, wait=False):
+                    os.unlink(path)
+            finally:
+                os.close(fd)
 
 
 def _prefix(target: Path) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_strategy.checkpoints import scratch_directories
+from offload_strategy.checkpoints.scratch_file import scratch_directories
 from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources

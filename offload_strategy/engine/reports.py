@@ -19,7 +19,6 @@ from offload_strategy.engine.model_weights import EngineWeights
 from offload_strategy.engine.run_report import RunReport, timeline
 from offload_strategy.engine.step_log import StepLog, compare_step, compared_path
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.plan_runtime.predicted_and_measured import best_changes
 from offload_strategy.plan_runtime.profile import MemoryCurve, Profile, Update
 from offload_strategy.plan_runtime.replay import replay
@@ -82,12 +81,12 @@ class EngineReports(EngineWeights):
                 "activations.enabled: true."
             )
         start = latest[0].started_at
-        timings = self._updates_since(start)
+        timings = [one for one in self._recorder.updates.copy() if one.begin >= start]
         # Updates run between the nodes of backward: their time is not the model's.
         found = activations.profile([(timing.begin, timing.end) for timing in timings])
         assert found is not None
         updates = []
-        for timing in timings:
+        for timing in sorted(timings, key=lambda one: one.begin):
             before = sum(other.end - other.begin for other in timings if other.end <= timing.begin)
             ready = timing.begin - start - before
             # What `step()` does comes after all that is computed.
@@ -95,10 +94,6 @@ class EngineReports(EngineWeights):
             seconds = timing.end - timing.begin - timing.waited
             updates.append(Update(ready, seconds, timing.read_bytes, timing.written_bytes))
         return replace(found, updates=tuple(updates), shared_cores=self._device.type == "cpu")
-
-    def _updates_since(self, moment: float) -> list[UpdateTiming]:
-        found = (one for each in self._optimizers for one in each.timings.since(moment))
-        return sorted(found, key=lambda timing: timing.begin)
 
     def report(self) -> RunReport:
         """Return what the run did and how its last step went; a notebook shows it as a page.
@@ -122,11 +117,11 @@ class EngineReports(EngineWeights):
             return found
         states, seen = self._optimizers.state_bytes, self._log.middle_step()
         step, comparison = compare_step(self.profile(), activations, self._resources, states, seen)
-        profile, updates = step.profile, self._updates_since(latest[0].started_at)
+        profile = step.profile
         without = MemoryCurve(profile)
         return replace(
             found,
-            timeline=timeline(*latest, profile.others, updates, self._recorder),
+            timeline=timeline(*latest, profile.others, self._recorder),
             memory={
                 "with offload": replay(profile, step.plan).memory,
                 "without": tuple(zip(without.moments, [*without.levels, 0], strict=True)),

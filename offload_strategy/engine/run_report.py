@@ -5,7 +5,7 @@ It can be saved as JSON, and shown as one HTML page, which draws its charts from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.plan_runtime.predicted_and_measured import (
     Change,
     ComparedFigure,
@@ -97,7 +96,6 @@ def timeline(
     names: Sequence[str],
     ended_at: float,
     others: Sequence[tuple[float, int]],
-    updates: Iterable[UpdateTiming],
     recorder: Recorder,
 ) -> tuple[Span, ...]:
     """Return what happened in a pass and until the next one; transfers are those requested then.
@@ -112,10 +110,12 @@ def timeline(
     for place, (_, level) in enumerate(others[1 : len(spans) + 1]):
         spans[place] = spans[place]._replace(nbytes=spans[place].nbytes + level)
     spans.append(Span("end", "of the step", ended_at, ended_at))
-    for update in updates:
-        moved = update.read_bytes + update.written_bytes
-        spans.append(Span("updates", "optimizer", update.begin, update.end, moved))
     start, moves = trace.started_at, recorder.moves.copy()
+    spans += [
+        Span("updates", "optimizer", one.begin, one.end, one.read_bytes + one.written_bytes)
+        for one in recorder.updates.copy()
+        if one.begin >= start
+    ]
     spans += [Span("waits", *stall) for stall in recorder.stalls.copy() if stall.started_at > start]
     spans += [
         Span(f"{move.tier} {move.direction}", move.client, *move[-2:], move.nbytes)

@@ -110,7 +110,7 @@ class StepLog:
         reads = recorder.read_stall_seconds["activations"]
         sums = {
             "step": perf_counter(),
-            "updates": sum(optimizer.timings.seconds for optimizer in self._optimizers),
+            "updates": recorder.update_seconds,
             "waiting for reads": reads,
             "waiting for room": recorder.stall_seconds["activations"] - reads,
             "waiting for updates": recorder.stall_seconds["optimizer"],

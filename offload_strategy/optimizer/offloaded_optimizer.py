@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +96,6 @@ class OffloadedOptimizer(Optimizer):
         self._updater = Updater(
             inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
-        self.timings = self._updater.timings
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
@@ -108,7 +106,6 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
-        self._numbers = count(1)
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -185,7 +182,7 @@ class OffloadedOptimizer(Optimizer):
         own = shards.own(subgroups)
         broadcasts: StepBroadcasts | None = None
         to_update: list[Subgroup] = []
-        done: set[int] = set()
+        done: set[Subgroup] = set()
         updater.has_begun = False
         try:
             # Before `finish` frees the gradients that updates during backward have used.
@@ -193,24 +190,23 @@ class OffloadedOptimizer(Optimizer):
             ahead_updates = overlap.finish() if overlap is not None else []
             updater.has_begun = False  # those ahead of `step()` changed copies
             to_update = [s for s in own if with_gradient(s)]
-            pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
             # Those without gradients, and those that `eager` has updated already.
-            broadcasts.ready(*[s for s in own if id(s) not in pending])
-            unchanged = updater.unchanged(ahead_updates)
+            broadcasts.ready(*set(own).difference(to_update))
+            updater.compare_weights(ahead_updates)
             for position, ahead_update in enumerate(ahead_updates, start=1):
                 for coming in ahead_updates[position : position + PREFETCHED_SUBGROUPS]:
                     updater.prefetch_weights(coming)
-                if updater.commit(ahead_update, unchanged[position - 1]):
-                    done.add(id(ahead_update.subgroup))
+                if updater.commit(ahead_update):
+                    done.add(ahead_update.subgroup)
                     broadcasts.ready(ahead_update.subgroup)
             if overlap is not None:
                 overlap.note_commits(len(done))
-            remaining = [s for s in to_update if id(s) not in done]
+            remaining = [s for s in to_update if s not in done]
             for position, subgroup in enumerate(remaining, start=1):
                 for next_one in remaining[position : position + PREFETCHED_SUBGROUPS]:
                     updater.prefetch_states(next_one)
                 updater.update_in_place(subgroup)
-                done.add(id(subgroup))
+                done.add(subgroup)
                 broadcasts.ready(subgroup)
             broadcasts.ready(*own)
             broadcasts.wait()
@@ -340,15 +336,12 @@ class OffloadedOptimizer(Optimizer):
         """The subgroups, planned when first needed: the model may move to its device before."""
         if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
-            for subgroup in self._subgroups:
-                self._rank_shards.assign_owner(subgroup)
+            self._rank_shards.assign_owners(self._subgroups)
             replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
             self._overlap_own_subgroups()
         parameters = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < parameters:
-            self._planned_parameters = parameters
-            known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.slices}
-            self._subgroups.extend(self._plan(known))
+            self._plan()
             if self._has_lazy:  # by now those that are trained have a shape
                 self._has_lazy = False
                 supported = check_supported(self.inner, self._updater.precision)
@@ -357,21 +350,22 @@ class OffloadedOptimizer(Optimizer):
             self._overlap_own_subgroups()
         return self._subgroups
 
-    def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
+    def _plan(self) -> None:
+        """Divide the parameters that have no subgroup yet into further ones."""
+        self._planned_parameters = len(self.parameters())
+        known = {id(each.parameter) for subgroup in self._subgroups for each in subgroup.slices}
         size = self._subgroup_size
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
-            subgroup.number = next(self._numbers)
-            self._rank_shards.assign_owner(subgroup)
-            yield subgroup
+            self._subgroups.append(subgroup)
+            subgroup.number = len(self._subgroups)
+        self._rank_shards.assign_owners(self._subgroups)
 
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
-        groups = [
-            {id(p) for p in group["params"] if not is_lazy(p)} for group in self.inner.param_groups
-        ]
-        planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
-        if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
+        groups = enumerate(self.inner.param_groups)
+        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
+        if wanted == {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}:
             return subgroups
         for ahead_update in () if self._overlap is None else self._overlap.finish():
             self._updater.drop(ahead_update)  # those of `eager` have been made
@@ -379,11 +373,10 @@ class OffloadedOptimizer(Optimizer):
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
         replace_all_states({}, self._rank_shards.own(subgroups), self._updater)
         self._is_elementwise.cache_clear()
-        self._rank_shards.reset_owners()
-        subgroups[:] = self._plan(())
-        self._planned_parameters = len(self.parameters())
+        subgroups.clear()
+        self._plan()
         replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
-        for gone in self._hooks.keys() - set().union(*groups):
+        for gone in self._hooks.keys() - {key for _, key in wanted}:
             self._hooks.pop(gone).remove()
         self._register_hooks()
         self._overlap_own_subgroups()

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice, join_states
-from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
+from offload_strategy.optimizer.states.precision import INNER, Precision
 from offload_strategy.optimizer.states.subgroups import State, Subgroup, flatten_wrappers, packable
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.torch_support.dtensors import shard_like
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class OpaqueTensor:
     """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
 
     It would move every tensor to its parameter's device and cast it to its dtype, all at once.
     """
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
@@ -90,24 +88,28 @@ def replace_all_states(
 ) -> None:
     """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
     for subgroup in subgroups:
-        slice_states = []
-        for param_slice in subgroup.slices:
-            parameter = param_slice.parameter
-            given = states.get(parameter, {})
-            own = param_slice.slice_state(unwrap_tensors(given))
-            for name, value in given.items():
-                if isinstance(value, OpaqueTensor):
-                    # As `Optimizer.load_state_dict` casts it.
-                    dtype = own[name].dtype
-                    if parameter.is_floating_point():
-                        dtype = updater.precision.compute_dtype(parameter.dtype)
-                    own[name] = own[name].to(parameter.device, dtype)
-            own = flatten_wrappers(own)
-            for name, value in own.items():
-                if isinstance(value, torch.Tensor) and not packable(value):
-                    own[name] = value.clone()  # not a view of a memory-mapped file
-            slice_states.append(own)
+        slice_states = [
+            _own_state(each, states.get(each.parameter, {}), updater.precision)
+            for each in subgroup.slices
+        ]
         updater.replace_states(subgroup, slice_states)
+
+
+def _own_state(param_slice: ParameterSlice, given: State, precision: Precision) -> State:
+    """A slice's part of its parameter's state, flattened, in its device and compute dtypes."""
+    parameter = param_slice.parameter
+    state = flatten_wrappers(param_slice.slice_state(unwrap_tensors(given)))
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not packable(value):
+            state[name] = value = value.clone()  # not a view of a memory-mapped file
+        if packable(value):
+            dtype = value.dtype
+            if isinstance(given.get(name), OpaqueTensor) and parameter.is_floating_point():
+                dtype = parameter.dtype  # as `Optimizer.load_state_dict` casts it
+            if precision.has_master(parameter) and INNER not in name:
+                dtype = precision.compute_dtype(dtype)
+            state[name] = value.to(parameter.device, dtype)
+    return state
 
 
 class StateView(MutableMapping[torch.Tensor, State]):
@@ -125,34 +127,21 @@ class StateView(MutableMapping[torch.Tensor, State]):
         self._rank_shards = rank_shards
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
-        subgroups = self._subgroups()
+        subgroups = self._subgroups_of(parameter)
         self._rank_shards.check_local(parameter, subgroups)
-        states: list[tuple[ParameterSlice, State]] = []
-        for subgroup, indices, copies in self._parts(parameter, subgroups):
-            states += [(subgroup.slices[index], copies[index]) for index in indices]
-        if not states:
-            return {}  # like the defaultdict of a plain optimizer
-        states.sort(key=lambda entry: entry[0].rows or (0, 0))
-        state = join_states([each for each, _ in states], [state for _, state in states])
-        return {name: shard_like(value, parameter) for name, value in state.items()}
+        states = self._rank_shards.copied_states(subgroups)
+        return states.get(parameter, {})  # like the defaultdict of a plain optimizer
 
     def __setitem__(self, parameter: torch.Tensor, state: State) -> None:
-        subgroups = self._subgroups()
-        if not any(each.parameter is parameter for s in subgroups for each in s.slices):
+        subgroups = self._subgroups_of(parameter)
+        if not subgroups:
             raise KeyError("this parameter does not belong to the optimizer")
-        for subgroup, indices, copies in self._parts(parameter, subgroups):
-            for index in indices:
-                copies[index] = subgroup.slices[index].slice_state(state)
-            self._updater.replace_states(subgroup, copies)
+        own = self._rank_shards.own(subgroups)
+        states = {**self._rank_shards.copied_states(own), parameter: state}
+        replace_all_states(states, own, self._updater)
 
-    def _parts(
-        self, parameter: torch.Tensor, subgroups: list[Subgroup]
-    ) -> Iterator[tuple[Subgroup, list[int], list[State]]]:
-        """This rank's subgroups with the parameter, the indices of its slices, and all states."""
-        for subgroup in self._rank_shards.own(subgroups):
-            indices = [i for i, each in enumerate(subgroup.slices) if each.parameter is parameter]
-            if indices:
-                yield subgroup, indices, self._updater.state_copies(subgroup)
+    def _subgroups_of(self, parameter: torch.Tensor) -> list[Subgroup]:
+        return [s for s in self._subgroups() if any(p.parameter is parameter for p in s.slices)]
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self[parameter] = {}

@@ -5,10 +5,9 @@ See [Note: commit] in overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from timeit import default_timer as perf_counter
 from typing import Any, Protocol
@@ -20,22 +19,18 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
-    NewWeights,
     hyper_parameters,
     sums_of_bits,
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
-from offload_strategy.optimizer.states.precision import INNER, Precision, master_weights_of
+from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
-    Layout,
     State,
     StateSet,
     Subgroup,
     UnpackedStates,
-    flatten_wrappers,
-    packable,
-    rebuild_wrappers,
+    lay_out,
 )
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
@@ -47,6 +42,7 @@ from offload_strategy.optimizer.user_class.inner_step import (
 from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
+from offload_strategy.telemetry import UpdateRecord
 from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.dtensors import is_sharded
 
@@ -61,39 +57,6 @@ class WeightResidency(Protocol):
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
-
-
-@dataclass(slots=True)
-class UpdateTiming:
-    """When one update ran (`time.perf_counter`), how long it waited for states, and its I/O."""
-
-    begin: float
-    end: float = 0.0
-    waited: float = 0.0
-    read_bytes: int = 0
-    written_bytes: int = 0
-
-
-class UpdateTimings:
-    """The latest updates, in order: a few steps of many subgroups."""
-
-    def __init__(self) -> None:
-        self._latest: deque[UpdateTiming] = deque(maxlen=4096)
-        #: Seconds of all updates so far, waiting included.
-        self.seconds = 0.0
-
-    @contextmanager
-    def measure(self) -> Iterator[UpdateTiming]:
-        """Time an update; one that raises is not recorded."""
-        timing = UpdateTiming(perf_counter())
-        yield timing
-        timing.end = perf_counter()
-        self.seconds += timing.end - timing.begin
-        self._latest.append(timing)
-
-    def since(self, moment: float) -> list[UpdateTiming]:
-        """The updates that began at or after a moment."""
-        return [timing for timing in self._latest if timing.begin >= moment]
 
 
 class Updater:
@@ -118,11 +81,9 @@ class Updater:
         self._residency = residency
         self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
-        self._generators: dict[torch.device, torch.Generator] = {}
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
         self.precision = precision
-        self.timings = UpdateTimings()
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
 
@@ -136,6 +97,13 @@ class Updater:
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup, looked up again as loading a state replaces it."""
         return self._optimizer.param_groups[subgroup.group_index]
+
+    @contextmanager
+    def _measured(self) -> Iterator[UpdateRecord]:
+        """Record an update, unless it raises."""
+        record = UpdateRecord(perf_counter())
+        yield record
+        self._store.recorder.updated(record)
 
     # ------------------------------------------------------------------ updates
     @torch.no_grad()
@@ -153,12 +121,12 @@ class Updater:
             }
         if not gradients:
             return
-        with self.timings.measure() as timing:
+        with self._measured() as record:
             old = subgroup.states
-            unpacked = self._load_states(subgroup, self._store.writable, timing)
+            unpacked = self._load_states(subgroup, self._store.writable, record)
             # Keep the states in memory until the new ones are stored, so that nothing is lost if
             # the update is interrupted or fails.
-            subgroup.states = unpacked.without_ticket()
+            subgroup.states = replace(old, small=unpacked.states, ticket=None)
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
@@ -174,7 +142,7 @@ class Updater:
                 self._run(subgroup, weights, unpacked, gradients)
                 del weight, weights  # references keep streamed weights in memory
             subgroup.states = self._pack(subgroup, unpacked)
-            timing.written_bytes = subgroup.states.nbytes
+            record.written_bytes = subgroup.states.nbytes
         self.has_begun = False
 
     @torch.no_grad()
@@ -188,38 +156,39 @@ class Updater:
 
         In `memory` for the copies, where there is some: a tensor for each gradient.
         """
-        with self.timings.measure() as timing:
+        with self._measured() as record:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
             with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
-                layout, flat, device = Layout.of(current), None, current[0].device
+                segments, flat, device = lay_out(current), None, current[0].device
                 if memory is None and device.type == "cpu":
                     memory = self._memory_for(current)
                 if memory is None:
-                    flat = self._store.borrow("optimizer", layout.nbytes, device)
-                    memory = layout.views(flat)
-                new_weights, weights = NewWeights(memory), memory
+                    flat = self._store.borrow("optimizer", segments[-1].end, device)
+                    memory = [segment.view(flat) for segment in segments]
                 for copy, weight, gradient in zip(memory, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
                 del current, weight
             old = subgroup.states
-            unpacked = self._load_states(subgroup, self._store.private, timing)
+            unpacked = self._load_states(subgroup, self._store.private, record)
             gradient_versions = [gradient._version for gradient in gradients.values()]
-            self._run(subgroup, weights, unpacked, indices)
+            self._run(subgroup, memory, unpacked, indices)
             if gradient_versions != [gradient._version for gradient in gradients.values()]:
                 raise self._unfit(subgroup, "changes gradients, which it did not when it was tried")
-            for copy in weights:
+            for copy in memory:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
-            timing.written_bytes = new.nbytes
+            record.written_bytes = new.nbytes
+            ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
-                new_weights.put(self._store, flat, layout, tiers)
-            return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, new_weights)
+                ahead.ticket = self._store.put(flat, "optimizer", tiers)
+                ahead.segments, ahead.new_weights = segments, ()
+            return ahead
 
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for copies of weights on the CPU that wait there, or None without room."""
@@ -229,39 +198,37 @@ class Updater:
         return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 
     @torch.no_grad()
-    def unchanged(self, ahead_updates: Sequence[AheadUpdate]) -> list[bool | None]:
-        """Whether the weights of each update are still the same; None if `commit` is to check.
+    def compare_weights(self, ahead_updates: Sequence[AheadUpdate]) -> None:
+        """Find out which updates have the weights that there are still, where that takes a wait.
 
         On an accelerator all are compared first, so that the host waits for the device only once.
         On the CPU, `commit` finds the weights that it has compared in the processor's caches.
         """
-        found: list[bool | None] = [None] * len(ahead_updates)
-        compared: dict[int, torch.Tensor] = {}
-        for number, ahead_update in enumerate(ahead_updates):
-            if is_asynchronous(ahead_update.bits.device) and self._residency is None:
-                compared[number] = ahead_update.bits_match(ahead_update.current_weights())
-        if compared:
-            device = next(iter(compared.values())).device
-            together = torch.stack([same.to(device) for same in compared.values()])
-            for number, same in zip(compared, together.tolist(), strict=True):
-                found[number] = same
-        return found
+        there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
+        if there and self._residency is None:
+            device = there[0].bits.device
+            same = [each.bits_match(each.current_weights()).to(device) for each in there]
+            for each, unchanged in zip(there, torch.stack(same).tolist(), strict=True):
+                each.unchanged = unchanged
 
     @torch.no_grad()
-    def commit(self, ahead_update: AheadUpdate, unchanged: bool | None) -> bool:
+    def commit(self, ahead_update: AheadUpdate) -> bool:
         """Make an update visible that `may_be_valid`: copy the weights, swap the states' tickets.
 
         Returns False, and drops the update, if the weights have changed since.
         """
-        with self.timings.measure():
+        with self._measured():
             with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
-                if unchanged is None:
-                    unchanged = bool(ahead_update.bits_match(weights))
-                if not unchanged:
+                if ahead_update.unchanged is None:
+                    ahead_update.unchanged = bool(ahead_update.bits_match(weights))
+                if not ahead_update.unchanged:
                     self.drop(ahead_update)
                     return False
-                new_weights = ahead_update.new_weights.take(self._store)
+                new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
+                if ahead_update.ticket is not None:
+                    flat = self._store.take(ahead_update.ticket)
+                    new_weights = [segment.view(flat) for segment in ahead_update.segments]
                 self.has_begun = True
                 for weight, new in zip(weights, new_weights, strict=True):
                     weight.copy_(new)
@@ -272,9 +239,10 @@ class Updater:
 
     def drop(self, ahead_update: AheadUpdate) -> None:
         """Free an update that will not be committed."""
-        ahead_update.new_weights.free(self._store)
-        if ahead_update.states.ticket is not None:
-            self._store.free(ahead_update.states.ticket)
+        ahead_update.new_weights = ()
+        for ticket in (ahead_update.ticket, ahead_update.states.ticket):
+            if ticket is not None:
+                self._store.free(ticket)
 
     def prefetch_states(self, subgroup: Subgroup) -> None:
         """Begin to load a subgroup's states, and its weights if they are streamed."""
@@ -286,7 +254,8 @@ class Updater:
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
-        ahead_update.new_weights.prefetch(self._store)
+        if ahead_update.ticket is not None:
+            self._store.prefetch(ahead_update.ticket)
         if self._residency is not None:
             self._residency.prefetch(ahead_update.parameters())
 
@@ -297,16 +266,16 @@ class Updater:
 
     # ------------------------------------------------------------------ running the user's class
     def _load_states(
-        self, subgroup: Subgroup, load: Callable[[Ticket], torch.Tensor], timing: UpdateTiming
+        self, subgroup: Subgroup, load: Callable[[Ticket], torch.Tensor], record: UpdateRecord
     ) -> UnpackedStates:
         states = subgroup.states
         flat = None
         if states.ticket is not None:
-            timing.read_bytes = states.nbytes
+            record.read_bytes = states.nbytes
             begin = perf_counter()
             flat = load(states.ticket)
-            timing.waited += perf_counter() - begin
-        return UnpackedStates(states, flat)
+            record.waited += perf_counter() - begin
+        return UnpackedStates.of(states, flat)
 
     def _run(
         self,
@@ -320,11 +289,11 @@ class Updater:
         parameters = [subgroup.slices[index].parameter for index in indices]
         run = partial(self._run_inner_step, subgroup, parameters)
         source = unpacked.source
-        upcast_dtypes = source.upcast_dtypes()
-        masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
+        rounded = source.rounded_names()
+        masters = self.precision.has_master(subgroup.slices[0].parameter)
         if (
             unpacked.flat is not None  # else states may be in memory in their stored dtypes
-            and (masters or any(upcast_dtypes))
+            and (masters or any(rounded))
             and self._is_elementwise(subgroup.group_index)
             and can_update_in_chunks(weights, states)
         ):
@@ -332,7 +301,7 @@ class Updater:
                 run,
                 weights,
                 states,
-                [upcast_dtypes[index] for index in indices],
+                [rounded[index] for index in indices],
                 partial(self._store.borrow, "optimizer"),
                 self._generator(subgroup, source),
             )
@@ -374,45 +343,21 @@ class Updater:
         )
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
-        old = updated.source
-        put = partial(self._store.put, client="optimizer", tiers=self._tiers, replaces=old.ticket)
-        return updated.pack(self._store, put, self.precision, self._generator(subgroup, old))
+        generator = self._generator(subgroup, updated.source)
+        return updated.pack(self._store, self._tiers, self.precision, generator)
 
     def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
-        """The generator for stochastic rounding of the next states, seeded anew at each call."""
+        """The generator for stochastic rounding of the next states."""
         if not self.precision.stochastic_rounding:
             return None
-        device = subgroup.slices[0].parameter.device
-        generator = self._generators.setdefault(device, torch.Generator(device))
-        generator.manual_seed(subgroup.number << 32 | old.updates)
-        return generator
+        generator = torch.Generator(subgroup.slices[0].parameter.device)
+        return generator.manual_seed(subgroup.number << 32 | old.updates)
 
     # ------------------------------------------------------------------ states as a whole
     def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
-        """Replace a subgroup's states by those of a loaded checkpoint, one dict for each slice."""
-        states = [flatten_wrappers(state) for state in states]
-        for param_slice, state in zip(subgroup.slices, states, strict=True):
-            has_master = self.precision.has_master(param_slice.parameter)
-            for name, value in list(state.items()):
-                if packable(value):
-                    dtype = value.dtype
-                    if has_master and INNER not in name:
-                        dtype = self.precision.compute_dtype(dtype)
-                    state[name] = value.to(param_slice.parameter.device, dtype)
-        unpacked = UnpackedStates(StateSet([]), None)
-        unpacked.states = states
+        """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
+        unpacked = UnpackedStates(StateSet([]), states)
         self._set_states(subgroup, self._pack(subgroup, unpacked))
-
-    def state_copies(self, subgroup: Subgroup) -> list[State]:
-        """Copies of a subgroup's states in ordinary host memory, one dict for each slice.
-
-        Also for parameters of an accelerator, where all states at once may not fit.
-        """
-        metadata = subgroup.states.metadata()
-        for stored, values in zip(metadata.stored, self.values(subgroup), strict=True):
-            copy = values.to("cpu", stored.compute_dtype, copy=True)
-            metadata.small[stored.slice_index][stored.name] = copy
-        return [rebuild_wrappers(state) for state in metadata.small]
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""

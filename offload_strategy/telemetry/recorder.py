@@ -52,6 +52,17 @@ class StallRecord(NamedTuple):
 
 
 @dataclass(slots=True)
+class UpdateRecord:
+    """When one update ran (`time.perf_counter`), how long it waited for states, and its I/O."""
+
+    begin: float
+    end: float = 0.0
+    waited: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(slots=True)
 class _BusyClock:
     """Seconds in which at least one transfer was in flight."""
 
@@ -83,6 +94,9 @@ class Recorder:
     def __init__(self) -> None:
         self.moves: deque[MoveRecord] = deque(maxlen=_KEPT_RECORDS)
         self.stalls: deque[StallRecord] = deque(maxlen=_KEPT_RECORDS)
+        self.updates: deque[UpdateRecord] = deque(maxlen=4096)
+        #: Seconds of all updates so far, waiting included.
+        self.update_seconds = 0.0
         self._lock = threading.Lock()
         #: Bytes so far: "written", "read" or "forwarded" for a client, and by tier.
         self.client_bytes: dict[tuple[str, str], int] = defaultdict(int)
@@ -129,6 +143,13 @@ class Recorder:
                 self.read_stall_seconds[client] += now - since
             if now - since > _WORTH_A_RECORD_SECONDS:
                 self.stalls.append(StallRecord(client, since, now))
+
+    def updated(self, record: UpdateRecord) -> None:
+        """Record an update that ends now."""
+        record.end = perf_counter()
+        with self._lock:
+            self.updates.append(record)
+            self.update_seconds += record.end - record.begin
 
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
         """Return GB/s while the path was busy in that direction; 0 if never."""

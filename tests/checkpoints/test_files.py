@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
-from offload_strategy.checkpoints import ScratchFile
 from offload_strategy.checkpoints import private_maps as maps
 from offload_strategy.checkpoints import streaming_files as files
+from offload_strategy.checkpoints.scratch_file import ScratchFile
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.test_posix import cached_pages
 from tests.training import bits

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_strategy.checkpoints import ScratchFile, scratch_directories
 from offload_strategy.checkpoints import scratch_file as scratch
+from offload_strategy.checkpoints.scratch_file import ScratchFile, scratch_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.io.regions.unnamed_files import PageFile
@@ -154,10 +154,10 @@ def test_rows_that_do_not_fit_are_refused(disk):
     with ScratchFile([disk]) as file:
         slot = file.reserve(LARGE.shape, LARGE.dtype)
         for start, shape in [(299, (2, 401)), (-1, (1, 401)), (0, (301, 401)), (0, (300, 400))]:
-            with pytest.raises(ValueError, match=r"do not fit into a tensor of shape \(300, 401\)"):
+            with pytest.raises(AssertionError, match="do not fit"):
                 slot.fill(start, torch.zeros(shape))
         slot = file.reserve(LARGE.t().shape, LARGE.dtype, LARGE.t().stride())
-        with pytest.raises(ValueError, match="must be filled at once"):
+        with pytest.raises(AssertionError, match="are not contiguous"):
             slot.fill(0, torch.zeros(1, 300))
 
 

@@ -114,11 +114,11 @@ def test_a_step_is_the_sum_of_its_parts(disk, tmp_path, overlap, passes):
 
 
 def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_did_not(monkeypatch):
-    recorder, timings = Recorder(), SimpleNamespace(seconds=0.0)
-    log = StepLog(recorder, [SimpleNamespace(timings=timings)], lambda: None)
+    recorder = Recorder()
+    log = StepLog(recorder, [SimpleNamespace()], lambda: None)
     for now in (0.0, 5.0, 6.0, 9.0):  # steps of 5, 1 and 3 seconds
         monkeypatch.setattr(sys.modules[StepLog.__module__], "perf_counter", lambda now=now: now)
-        timings.seconds, recorder.stall_seconds["optimizer"] = now / 2, now / 6
+        recorder.update_seconds, recorder.stall_seconds["optimizer"] = now / 2, now / 6
         log.pass_begins(last=True)
         log._step_over()
         if now <= 5:

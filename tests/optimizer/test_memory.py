@@ -53,7 +53,7 @@ def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypa
 
     def watch(model):
         ran = aheads[len(in_memory) :]  # and not those whose states came too late
-        in_memory.extend(bool(ahead.new_weights.tensors) for ahead in ran)
+        in_memory.extend(bool(ahead.new_weights) for ahead in ran)
         on_disk(engine)  # step() would cancel what is not
 
     with offloading(disk, optimizer={"subgroup_size": _WIDTH**2}) as engine:
@@ -86,7 +86,7 @@ def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, mo
     def watch(model):
         if len(found) == 1:  # others may not be updated ahead
             [(address, gradient)] = found
-            new_weights = aheads[0].new_weights.tensors[0]
+            new_weights = aheads[0].new_weights[0]
             assert (new_weights.data_ptr() == address) == (kept == "nothing")
             assert torch.equal(model[0].weight.grad, gradient)
             # What somebody may change at any time stays where it is.

@@ -19,9 +19,8 @@ may die on any thread: a ticket can be dropped on all of them.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -29,21 +28,11 @@ import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
-from offload_strategy.optimizer.states.subgroups import Layout
+from offload_strategy.optimizer.states.subgroups import lay_out
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.interrupts import no_grad
-
-
-@contextlib.contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Make ordinary tensors, without history, even while inference mode is on."""
-    with contextlib.ExitStack() as modes:
-        if torch.is_inference_mode_enabled():
-            modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(no_grad())
-        yield
+from offload_strategy.torch_support.interrupts import default_modes
 
 
 class TensorMetadata(NamedTuple):
@@ -68,7 +57,7 @@ class TensorMetadata(NamedTuple):
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """Allocate a tensor of this shape, strides and dtype."""
-        with outside_inference_mode():
+        with default_modes():
             return torch.empty_strided(
                 self.shape, self.strides, dtype=self.dtype, device=device or self.device
             )
@@ -77,20 +66,16 @@ class TensorMetadata(NamedTuple):
 class StoredGradient:
     """A gradient in the store; its ticket is freed when the last owner of this is gone.
 
-    It must not change any more, and is dense: `ValueError` if there are gaps between its elements.
+    It must not change any more, and have no gaps between its elements.
     """
 
     def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
         order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
         in_order = gradient.detach().permute(order)
-        if not in_order.is_contiguous():
-            raise ValueError(
-                f"only dense gradients can be stored; got shape {tuple(gradient.shape)} with "
-                f"strides {gradient.stride()}"
-            )
+        assert in_order.is_contiguous(), "only dense gradients can be stored"
         flat = in_order.view(-1).view(torch.uint8)
         self._store = store
-        self._segment = Layout.of([gradient]).segments[0]
+        self._segment = lay_out([gradient])[0]
         self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
 
     def load(self) -> torch.Tensor:
@@ -241,7 +226,7 @@ class GradientBacking:
         source = self._source
         if isinstance(source, torch.Tensor):
             return source, True
-        with outside_inference_mode():
+        with default_modes():
             if source is None:
                 return self.metadata.empty().zero_(), False
             return source.load().to(self.metadata.device), False

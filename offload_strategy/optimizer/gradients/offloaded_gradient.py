@@ -27,7 +27,7 @@ from offload_strategy.optimizer.gradients.gradient_backing import (
     GradientBacking,
     GradientSource,
     TensorMetadata,
-    outside_inference_mode,
+    norm_of,
 )
 from offload_strategy.optimizer.gradients.recorded_edits import (
     DTYPES,
@@ -40,6 +40,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     recordable,
 )
 from offload_strategy.torch_support.dtensors import local_tensor
+from offload_strategy.torch_support.interrupts import default_modes
 
 aten = torch.ops.aten
 
@@ -48,13 +49,10 @@ Options = Mapping[str, Any]
 
 
 class _Absent:
-    """Hides an inherited attribute."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    """Hides an inherited attribute, of the class as well."""
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(self._name)
+        raise AttributeError("an offloaded gradient gives no address of its values")
 
 
 def _on_memory(name: str) -> Callable[..., Any]:
@@ -97,7 +95,7 @@ class OffloadedGradient(torch.Tensor):
     @classmethod
     def over(cls, backing: GradientBacking, metadata: TensorMetadata) -> Self:
         """Wrap a backing."""
-        with outside_inference_mode():
+        with default_modes():
             made: Self = torch.Tensor._make_wrapper_subclass(
                 cls,
                 metadata.shape,
@@ -342,10 +340,8 @@ def _norm_of_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     order = args[1] if len(args) > 1 else options.get("ord", 2)
     if len(args) > 2 or options.keys() - {"ord"}:
         return NotImplemented
-    plain = [g for g in gradients if not isinstance(g, OffloadedGradient)]
-    norms = iter(op(plain, order) if plain else ())
     return [
-        g.backing.norm(order) if isinstance(g, OffloadedGradient) else next(norms)
+        g.backing.norm(order) if isinstance(g, OffloadedGradient) else norm_of(g, order)
         for g in gradients
     ]
 
@@ -367,11 +363,7 @@ def _zero_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 def _zero_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     for gradient in args[0]:
-        if isinstance(gradient, OffloadedGradient):
-            gradient.backing.zero_()
-    plain = [each for each in args[0] if not isinstance(each, OffloadedGradient)]
-    if plain:
-        op(plain)
+        gradient.zero_()
 
 
 def _overwrite(op: OpOverload, args: Arguments, options: Options) -> Any:

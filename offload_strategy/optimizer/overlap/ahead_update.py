@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
-from offload_strategy.optimizer.states.subgroups import Layout, StateSet, Subgroup, packable
-from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
+from offload_strategy.store.ticket import Ticket
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,41 +43,6 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class NewWeights:
-    """Copies of weights for an update, which wait for `step()` in memory or in a ticket."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        #: The copies, until they are offloaded.
-        self.tensors = tensors
-        self._stored: tuple[Layout, Ticket] | None = None
-
-    def put(
-        self, store: TensorStore, flat: torch.Tensor, layout: Layout, tiers: Sequence[Tier]
-    ) -> None:
-        """Offload the copies, which are views of a flat tensor by a layout."""
-        self._stored = layout, store.put(flat, "optimizer", tiers)
-        self.tensors = ()
-
-    def prefetch(self, store: TensorStore) -> None:
-        """Begin to load what was offloaded."""
-        if self._stored is not None:
-            store.prefetch(self._stored[1])
-
-    def take(self, store: TensorStore) -> Sequence[torch.Tensor]:
-        """Return the copies, which nothing else references afterwards."""
-        tensors, self.tensors = self.tensors, ()
-        if self._stored is None:
-            return tensors
-        layout, ticket = self._stored
-        return layout.views(store.take(ticket))
-
-    def free(self, store: TensorStore) -> None:
-        """Free the copies."""
-        self.tensors = ()
-        if self._stored is not None:
-            store.free(self._stored[1])
-
-
 @dataclass(eq=False)
 class AheadUpdate:
     """A finished update ahead of `step()`; see [Note: commit]."""
@@ -93,7 +57,12 @@ class AheadUpdate:
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
-    new_weights: NewWeights
+    #: Copies of the weights, until they are offloaded to a ticket with these segments.
+    new_weights: Sequence[torch.Tensor]
+    segments: Sequence[Segment] = ()
+    ticket: Ticket | None = None
+    #: Whether `step()` has found the same weights; None before it has compared them.
+    unchanged: bool | None = None
 
     def may_be_valid(self, group: dict[str, Any]) -> bool:
         """Whether `step()` would compute the same, as far as version counters tell.

@@ -87,8 +87,8 @@ class BackwardOverlap(ABC):
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
         self._waiting: deque[Subgroup] = deque()
-        #: By id, in the order of completion.
-        self._completed: dict[int, Subgroup] = {}
+        #: In the order of completion, as keys.
+        self._completed: dict[Subgroup, None] = {}
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
@@ -165,7 +165,7 @@ class BackwardOverlap(ABC):
             if subgroup.is_complete:
                 self._updater.prefetch_states(subgroup)
                 self._waiting.append(subgroup)
-                self._completed[id(subgroup)] = subgroup
+                self._completed[subgroup] = None
         self._advance()
 
     # ------------------------------------------------------------------ updates
@@ -184,18 +184,21 @@ class BackwardOverlap(ABC):
             self._prefetch_upcoming()
 
     def _incomplete(self) -> Iterator[Subgroup]:
-        return (subgroup for subgroup in self._order if id(subgroup) not in self._completed)
+        return (subgroup for subgroup in self._order if subgroup not in self._completed)
 
-    def _expect_all(self) -> None:
-        """Expect the gradients of every subgroup again."""
+    def _drop_all(self) -> None:
+        """Drop what was collected, and expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
-        self._order = [*self._completed.values(), *self._incomplete()]
+        self._order = [*self._completed, *self._incomplete()]
         self._completed = {}
         self._waiting.clear()
         for subgroup in self._order:
             subgroup.ready.clear()
 
     def _begin_backward(self) -> None:
+        # What an earlier backward left that raised, or whose gradients were cleared; or, of one
+        # before the same step(), what ran ahead: gradients go on accumulating.
+        self._drop_all()
         if self._runs_ahead():
             self._prefetch_upcoming()
 
@@ -225,9 +228,10 @@ class BackwardOverlap(ABC):
         self.redone_steps += count < self._ran_ahead
         self._ran_ahead = 0
 
-    @abstractmethod
     def reset(self) -> None:
         """Drop every update ahead of `step()` and all collected gradients."""
+        self._drop_all()
+        self._passes.end()
 
     def gradients_cleared(self) -> None:
         """Handle `zero_grad`, before `step()` or after it."""

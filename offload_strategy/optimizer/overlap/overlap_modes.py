@@ -149,7 +149,7 @@ class CommittedUpdates(BackwardOverlap):
         super().__init__(updater, is_last)
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
-        self._done: dict[int, AheadUpdate] = {}
+        self._done: dict[Subgroup, AheadUpdate] = {}
         self._prediction = ScalingPrediction()
         self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
@@ -159,9 +159,7 @@ class CommittedUpdates(BackwardOverlap):
         return self._prediction.is_worthwhile and not self._accumulates
 
     def _begin_backward(self) -> None:
-        # In a second backward before step() gradients go on accumulating: drop what ran ahead.
         self._accumulates = bool(self._backings)
-        self._drop_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
@@ -181,17 +179,17 @@ class CommittedUpdates(BackwardOverlap):
         if all(param_slice.rows is None for param_slice in ready):
             memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
         gradients = {}
-        for index, param_slice in enumerate(subgroup.slices):
-            if index in subgroup.ready:
-                gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
-                gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
-                del gradient
+        for index in sorted(subgroup.ready):
+            param_slice = subgroup.slices[index]
+            gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
+            gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
+            del gradient
         with self.streams.updating(list(gradients.values())):
-            self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients, memory)
+            self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
         for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
-            if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
+            if all(other in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
 
     def finish(self) -> list[AheadUpdate]:
@@ -224,19 +222,13 @@ class CommittedUpdates(BackwardOverlap):
         in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
         return backing.history if in_place and not backing.edited else None
 
-    def reset(self) -> None:
-        """See `BackwardOverlap.reset`."""
-        self._drop_all()
-        self._accumulates = False
-        self._passes.end()
-
     def _drop_all(self) -> None:
         for ahead_update in self._done.values():
             self._updater.drop(ahead_update)
         self._done = {}
         self._backings.clear()
         self._retained.clear()
-        self._expect_all()
+        super()._drop_all()
 
 
 # ---------------------------------------------------------------------- eager
@@ -252,9 +244,6 @@ class EagerUpdates(BackwardOverlap):
 
     def _begin_backward(self) -> None:
         self._check_stepped()
-        # Drop what an earlier backward left that raised, or whose gradients were cleared.
-        self._gradients.clear()
-        self._expect_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
@@ -302,8 +291,6 @@ class EagerUpdates(BackwardOverlap):
                 "requires_grad_(False), micro-batches by engine.microbatch(index, last=False).)"
             )
 
-    def reset(self) -> None:
-        """Drop gradients that no update has used."""
+    def _drop_all(self) -> None:
         self._gradients.clear()
-        self._expect_all()
-        self._passes.end()
+        super()._drop_all()

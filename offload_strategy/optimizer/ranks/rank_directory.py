@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from timeit import default_timer as perf_counter
@@ -51,26 +52,27 @@ class RankDirectory:
         self._processes: dict[int, RankProcess] = {
             dist.get_global_rank(group, rank): member for rank, member in enumerate(members)
         }
-        self._local: dict[int, psutil.Process] = {}
-        self._ended: set[int] = set()
+        #: Those on this machine; None for one that has ended already.
+        self._local: dict[int, psutil.Process | None] = {}
         for rank, member in self._processes.items():
             if member.machine == own.machine and member.pid != own.pid:
-                try:
+                self._local[rank] = None
+                with suppress(psutil.Error):
                     self._local[rank] = psutil.Process(member.pid)
-                except psutil.Error:
-                    self._ended.add(rank)
         _directories.add(self)
         _install()
 
     def ended(self) -> list[int]:
         """The ranks whose processes are on this machine and have ended."""
-        self._ended |= {rank for rank, process in self._local.items() if _has_ended(process)}
-        return sorted(self._ended)
+        return sorted(rank for rank, process in self._local.items() if _has_ended(process))
 
     def add_rank_note(self, error: BaseException) -> None:
         """Add a note to an error of the transport that names the ranks that are gone."""
         has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-        if has_note or not _is_of_transport(error):
+        of_transport = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
+        )
+        if has_note or not of_transport:
             return
         deadline = perf_counter() + _PATIENCE_SECONDS
         while not (ended := self.ended()) and self._local and perf_counter() < deadline:
@@ -97,17 +99,10 @@ class RankDirectory:
             )
 
 
-def _is_of_transport(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
-    )
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
+def _has_ended(process: psutil.Process | None) -> bool:
+    with suppress(psutil.Error):
+        return not (process and process.is_running()) or process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def _own() -> RankProcess:

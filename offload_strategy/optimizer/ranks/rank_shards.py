@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from offload_strategy.checkpoints import ScratchFile, ScratchTensor
+from offload_strategy.checkpoints.scratch_file import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
@@ -31,7 +31,6 @@ class RankShards:
         self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
-        self._assigned_elements: Counter[int] = Counter()
         self._reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
@@ -72,17 +71,14 @@ class RankShards:
         group = self.dp_group
         return group if group is not None and group.shards_states else None
 
-    def assign_owner(self, subgroup: Subgroup) -> None:
-        """Assign a new subgroup to the rank that has the fewest elements so far."""
+    def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
+        """Assign each subgroup in turn to the rank that has the fewest elements so far."""
         group = self._sharding_group
         if group is not None:
-            subgroup.owner = min(range(group.size), key=self._assigned_elements.__getitem__)
-            elements = sum(param_slice.numel for param_slice in subgroup.slices)
-            self._assigned_elements[subgroup.owner] += elements
-
-    def reset_owners(self) -> None:
-        """Start again: all subgroups will be planned anew."""
-        self._assigned_elements.clear()
+            elements = [0] * group.size
+            for subgroup in subgroups:
+                subgroup.owner = elements.index(min(elements))
+                elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
         """Return the subgroups that this rank updates, and has the states of."""
@@ -94,16 +90,16 @@ class RankShards:
         group = self._sharding_group
         return [] if group is None else [s for s in subgroups if s.owner != group.rank]
 
-    def check_local(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
-        """Raise `OffloadError` if another rank has the state of a parameter."""
-        for subgroup in self.others(list(subgroups)):
-            if any(param_slice.parameter is parameter for param_slice in subgroup.slices):
-                assert self.dp_group is not None
-                raise OffloadError(
-                    f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
-                    f"{subgroup.owner} of {self.dp_group.size}: call optimizer.state_dict() on all "
-                    f"ranks, or set optimizer.sharding: false to have all states on every rank."
-                )
+    def check_local(self, parameter: torch.Tensor, subgroups: list[Subgroup]) -> None:
+        """Raise `OffloadError` if another rank has the state of a parameter of these subgroups."""
+        elsewhere = self.others(subgroups)
+        if elsewhere:
+            assert self.dp_group is not None
+            raise OffloadError(
+                f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
+                f"{elsewhere[0].owner} of {self.dp_group.size}: call optimizer.state_dict() on all "
+                f"ranks, or set optimizer.sharding: false to have all states on every rank."
+            )
 
     def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
@@ -130,7 +126,14 @@ class RankShards:
             )
         if self._sharding_group is not None:
             self._sharding_group.barrier(call)
-        return self._streamed_states(subgroups)
+        return self._streamed_states(subgroups, self._sharding_group, self._directories)
+
+    def copied_states(self, subgroups: Sequence[Subgroup]) -> dict[torch.Tensor, State]:
+        """Copies, in host memory, of the states of subgroups that this rank owns.
+
+        Where a parameter has slices in other subgroups, their rows are undefined.
+        """
+        return self._streamed_states(subgroups, None, ())
 
     def consolidate(self, subgroups: Sequence[Subgroup], to: int) -> None:
         """Collect the states on one rank; see `OffloadedOptimizer.consolidate_state_dict`."""
@@ -140,23 +143,28 @@ class RankShards:
         self.discard_consolidated()
         group.barrier("optimizer.consolidate_state_dict()")
         if group.rank == to:
-            self._consolidated = self._streamed_states(subgroups)
+            self._consolidated = self._streamed_states(subgroups, group, self._directories)
             return
         # Take part while that rank reads all of them.
-        all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
+        all_metadata = [_metadata(subgroup, group) for subgroup in subgroups]
         for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-            deque(self._values(subgroup, metadata), maxlen=0)
+            deque(self._values(subgroup, metadata, group), maxlen=0)
         self._consolidated_on = to
 
     def discard_consolidated(self) -> None:
         """Drop consolidated states, which are out of date."""
         self._consolidated = self._consolidated_on = None
 
-    def _streamed_states(self, subgroups: Sequence[Subgroup]) -> dict[torch.Tensor, State]:
+    def _streamed_states(
+        self,
+        subgroups: Sequence[Subgroup],
+        group: DataParallelGroup | None,
+        directories: Sequence[Path],
+    ) -> dict[torch.Tensor, State]:
         """States as `OffloadedOptimizer.state_dict` has them; one subgroup in memory at a time."""
         states: dict[torch.Tensor, State] = {}
-        all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
-        with ScratchFile(self._directories) as scratch:
+        all_metadata = [_metadata(subgroup, group) for subgroup in subgroups]
+        with ScratchFile(directories) as scratch:
             slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
             names: dict[torch.Tensor, set[str]] = {}
             for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
@@ -176,9 +184,9 @@ class RankShards:
                         own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
                     elif name not in own:
                         shape = local_tensor(param_slice.parameter).shape
-                        own[name] = scratch.reserve(shape, dtype, None)
+                        own[name] = scratch.reserve(shape, dtype)
             for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-                read = self._values(subgroup, metadata)
+                read = self._values(subgroup, metadata, group)
                 for stored, values in zip(metadata.stored, read, strict=True):
                     param_slice = subgroup.slices[stored.slice_index]
                     start = 0 if param_slice.rows is None else param_slice.rows[0]
@@ -190,17 +198,11 @@ class RankShards:
             for p, state in states.items()
         }
 
-    # ------------------------------------------------------------------ states of any rank
-    def _metadata(self, subgroup: Subgroup) -> StateSet:
-        """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
-        group = self._sharding_group
-        if group is None:
-            return subgroup.states.metadata()
-        return group.broadcast_object(subgroup.states.metadata(), subgroup.owner)
-
-    def _values(self, subgroup: Subgroup, metadata: StateSet) -> Iterator[torch.Tensor]:
+    def _values(
+        self, subgroup: Subgroup, metadata: StateSet, group: DataParallelGroup | None
+    ) -> Iterator[torch.Tensor]:
         """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""
-        group, owner = self._sharding_group, subgroup.owner
+        owner = subgroup.owner
         if group is None:
             yield from self._updater.values(subgroup)
         elif owner == group.rank:
@@ -214,3 +216,9 @@ class RankShards:
                 values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
                 group.broadcast(values, owner).wait()
                 yield values
+
+
+def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
+    """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
+    metadata = subgroup.states.metadata()
+    return metadata if group is None else group.broadcast_object(metadata, subgroup.owner)

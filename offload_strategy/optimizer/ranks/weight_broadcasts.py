@@ -33,7 +33,7 @@ _pending: list[dist.Work] = []
 
 
 class WeightBroadcast:
-    """A broadcast of dense weights, in place, from their owner to the other ranks.
+    """A broadcast of a subgroup's dense weights, in place, from their owner to the other ranks.
 
     Large contiguous weights are sent as they lie in memory; others are packed.
     """
@@ -43,22 +43,17 @@ class WeightBroadcast:
     ) -> None:
         self._receives = owner != dp_group.rank
         self._weights = [weight.detach() for weight in weights]
-        self._packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._small: list[torch.Tensor] = []
+        self._packed = torch.empty(0)
         self.works: list[dist.Work] = []
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for weight in self._weights:
             if weight.nbytes >= _PACKED_BYTES and weight.is_contiguous():
                 self.works.append(dp_group.broadcast(weight, owner))
             else:
-                by_dtype.setdefault(weight.dtype, []).append(weight)
-        for dtype, small in by_dtype.items():
-            if self._receives:
-                elements = sum(weight.numel() for weight in small)
-                flat = torch.empty(elements, dtype=dtype, device=small[0].device)
-            else:
-                flat = torch.cat([weight.reshape(-1) for weight in small])
-            self._packed.append((flat, small))
-            self.works.append(dp_group.broadcast(flat, owner))
+                self._small.append(weight)
+        if self._small:  # all of one dtype, as those of a subgroup are
+            self._packed = torch.cat([weight.reshape(-1) for weight in self._small])
+            self.works.append(dp_group.broadcast(self._packed, owner))
 
     def wait(self) -> None:
         """Wait until the weights have arrived."""
@@ -66,10 +61,9 @@ class WeightBroadcast:
             work.wait()
         if not self._receives:
             return
-        for flat, small in self._packed:
-            values = flat.split([weight.numel() for weight in small])
-            for weight, value in zip(small, values, strict=True):
-                weight.copy_(value.view(weight.shape))
+        values = self._packed.split([weight.numel() for weight in self._small])
+        for weight, value in zip(self._small, values, strict=True):
+            weight.copy_(value.view(weight.shape))
         # What autograd saved of them is out of date, as after any update in place.
         increment_version(self._weights)
 
@@ -85,19 +79,19 @@ class StepBroadcasts:
     def __init__(self, dp_group: DataParallelGroup | None, changing: Sequence[Subgroup]) -> None:
         self.dp_group = dp_group
         self._upcoming = deque(changing)
-        self._ready: set[int] = set()
+        self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
         self._advance()
 
     def ready(self, *subgroups: Subgroup) -> None:
         """Subgroups of this rank have their new weights, or keep the old ones."""
-        self._ready.update(map(id, subgroups))
+        self._ready.update(subgroups)
         self._advance()
 
     def _advance(self) -> None:
         while self.dp_group is not None and self._upcoming:
             subgroup = self._upcoming[0]
-            if subgroup.owner == self.dp_group.rank and id(subgroup) not in self._ready:
+            if subgroup.owner == self.dp_group.rank and subgroup not in self._ready:
                 return
             weights = [param_slice.values for param_slice in subgroup.slices]
             self._begun.append(WeightBroadcast(self.dp_group, weights, subgroup.owner))

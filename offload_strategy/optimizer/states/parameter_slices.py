@@ -14,7 +14,6 @@ update of an element depends on other elements is never sliced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -52,14 +51,6 @@ class ParameterSlice:
         if self.rows is None and not is_sharded(self.parameter):
             return self.parameter
         return self.of(local_tensor(self.parameter).detach())
-
-    @property
-    def meta(self) -> torch.Tensor:
-        """A tensor on the meta device with the shape, strides and dtype of `values`."""
-        local = local_tensor(self.parameter)
-        return self.of(
-            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        )
 
     @property
     def numel(self) -> int:
@@ -114,16 +105,3 @@ def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]
         return [ParameterSlice(parameter)]
     cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
     return [ParameterSlice(parameter, (begin, end)) for begin, end in pairwise(cuts)]
-
-
-def join_states(
-    slices: Sequence[ParameterSlice], states: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """The state of a whole parameter, given the states of all its slices in order."""
-    if slices[0].rows is None:
-        return states[0]
-    joined = {}
-    for name, first in states[0].items():
-        sliced = isinstance(first, torch.Tensor) and first.shape == slices[0].meta.shape
-        joined[name] = torch.cat([state[name] for state in states]) if sliced else first
-    return joined

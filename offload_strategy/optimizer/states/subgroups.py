@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload_strategy.optimizer.states.parameter_slices import ParameterSlice, slice_parameter
 from offload_strategy.optimizer.states.precision import INNER, Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket
+from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import round_up
@@ -44,6 +44,11 @@ class Segment:
     shape: torch.Size
     strides: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        """Where the next tensor begins, or the buffer ends."""
+        return round_up(self.offset + self.nbytes, _ALIGNMENT_BYTES)
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of a flat uint8 buffer."""
         typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
@@ -51,29 +56,17 @@ class Segment:
         return typed.as_strided(self.shape, self.strides, offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Segments of a flat buffer of `nbytes`."""
-
-    segments: tuple[Segment, ...]
-    nbytes: int
-
-    @classmethod
-    def of(
-        cls, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None
-    ) -> Layout:
-        """Lay out `packable` tensors one after the other, in `dtypes` (default: their own)."""
-        segments = []
-        offset = 0
-        for tensor, dtype in zip(tensors, dtypes or [t.dtype for t in tensors], strict=True):
-            nbytes = tensor.numel() * dtype.itemsize
-            segments.append(Segment(offset, nbytes, dtype, tensor.shape, tuple(tensor.stride())))
-            offset = round_up(offset + nbytes, _ALIGNMENT_BYTES)
-        return cls(tuple(segments), offset)
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every tensor as a view of a flat uint8 buffer of this layout."""
-        return [segment.view(flat) for segment in self.segments]
+def lay_out(
+    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None
+) -> list[Segment]:
+    """Lay out `packable` tensors one after the other, in `dtypes` (default: their own)."""
+    segments = []
+    offset = 0
+    for tensor, dtype in zip(tensors, dtypes or [t.dtype for t in tensors], strict=True):
+        nbytes = tensor.numel() * dtype.itemsize
+        segments.append(Segment(offset, nbytes, dtype, tensor.shape, tuple(tensor.stride())))
+        offset = segments[-1].end
+    return segments
 
 
 def packable(tensor: object) -> bool:
@@ -178,9 +171,7 @@ class StateSet:
         states, stored = self.small_copies(), self.stored
         if self.ticket is None:
             self.upcast(states)
-            places = packable_places(states)
-            segments = Layout.of([states[index][name] for index, name in places]).segments
-            stored = [StoredState(*p, s, s.dtype) for p, s in zip(places, segments, strict=True)]
+            stored = stored_states(states, Precision())
         return StateSet(states, stored)
 
     def small_copies(self) -> list[State]:
@@ -200,18 +191,16 @@ class StateSet:
 
     def upcast(self, states: list[State]) -> None:
         """Upcast states to their compute dtypes, where the stored dtypes differ."""
-        for state, dtypes in zip(states, self.upcast_dtypes(), strict=True):
-            state.update(
-                {name: state[name].to(dtype) for name, dtype in dtypes.items() if name in state}
-            )
+        for state, names in zip(states, self.rounded_names(), strict=True):
+            state.update((name, state[name].float()) for name in names if name in state)
 
-    def upcast_dtypes(self) -> list[dict[str, torch.dtype]]:
-        """For each slice, the compute dtype of every state that is stored in another dtype."""
-        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.small]
+    def rounded_names(self) -> list[list[str]]:
+        """For each slice, the float32 states that are stored in another dtype."""
+        names: list[list[str]] = [[] for _ in self.small]
         for index, name, segment, dtype in self.stored:
             if segment.dtype != dtype:
-                dtypes[index][name] = dtype
-        return dtypes
+                names[index].append(name)
+        return names
 
 
 @dataclass(eq=False)
@@ -236,79 +225,74 @@ class Subgroup:
         return len(self.ready) >= trainable
 
 
+@dataclass(eq=False)
 class UnpackedStates:
-    """The states of a subgroup during an update, unpacked from a set.
+    """The states of a subgroup during an update, unpacked from a set. They have stored dtypes."""
 
-    The bytes of its ticket in `flat` may be overwritten. States have their stored dtypes.
-    """
+    source: StateSet
+    #: One dict for each slice, to be changed.
+    states: list[State]
+    #: The bytes of the ticket, which may be overwritten, and the stored tensors as views of it.
+    flat: torch.Tensor | None = None
+    views: Sequence[torch.Tensor] = ()
 
-    def __init__(self, source: StateSet, flat: torch.Tensor | None) -> None:
-        self.source = source
-        self.flat = flat
-        #: One dict for each slice, to be changed.
-        self.states = source.small_copies()
-        self._views = [] if flat is None else [each.segment.view(flat) for each in source.stored]
-        if flat is not None:
-            for each, view in zip(source.stored, self._views, strict=True):
-                self.states[each.slice_index][each.name] = view
-        self.states = [rebuild_wrappers(state) for state in self.states]
-
-    def without_ticket(self) -> StateSet:
-        """A set of the same states that keeps them in memory, without a ticket."""
-        return replace(self.source, small=self.states, ticket=None)
+    @classmethod
+    def of(cls, source: StateSet, flat: torch.Tensor | None) -> UnpackedStates:
+        """Unpack a set, of whose ticket these are the bytes."""
+        states = source.small_copies()
+        views = [] if flat is None else [each.segment.view(flat) for each in source.stored]
+        for each, view in zip(source.stored, views, strict=False):
+            states[each.slice_index][each.name] = view
+        return cls(source, [rebuild_wrappers(state) for state in states], flat, views)
 
     def pack(
         self,
         store: TensorStore,
-        put: Callable[[torch.Tensor], Ticket],
+        tiers: Sequence[Tier],
         precision: Precision,
         generator: torch.Generator | None,
     ) -> StateSet:
-        """Pack the updated states into a new set.
+        """Pack the updated states into a new set, whose tensors go to the tiers.
 
         Their buffer is used again if every tensor still fits into its segment, as it usually does;
-        else the store lends another. `put` gives the buffer to the store. A generator rounds
-        stochastically; None rounds to nearest.
+        else the store lends another. A generator rounds stochastically; None rounds to nearest.
         """
         updates = self.source.updates + 1
         states = [flatten_wrappers(state) for state in self.states]
         small = [dict(state) for state in states]
         tensors = [small[each.slice_index].pop(each.name, None) for each in self.source.stored]
-        flat, stored, views = self.flat, self.source.stored, self._views
+        flat, stored, views = self.flat, self.source.stored, self.views
         if (
             flat is None
             or not all(map(_fits, tensors, views, stored))
             or any(packable(value) for state in small for value in state.values())
         ):
-            places = packable_places(states)
-            small = [{n: v for n, v in each.items() if not packable(v)} for each in states]
-            if not places:
+            small, stored = states, stored_states(states, precision)
+            tensors = [small[each.slice_index].pop(each.name) for each in stored]
+            if not stored:
                 return StateSet(small, updates=updates)
-            tensors = [states[index][name] for index, name in places]
-            dtypes = [
-                precision.stored_dtype(tensor.dtype, name)
-                for tensor, (_, name) in zip(tensors, places, strict=True)
-            ]
-            layout = Layout.of(tensors, dtypes)
-            flat = store.borrow("optimizer", layout.nbytes, tensors[0].device)
-            views = layout.views(flat)
-            stored = [
-                StoredState(*place, segment, tensor.dtype)
-                for place, segment, tensor in zip(places, layout.segments, tensors, strict=True)
-            ]
+            flat = store.borrow("optimizer", stored[-1].segment.end, tensors[0].device)
+            views = [each.segment.view(flat) for each in stored]
         for tensor, view in zip(tensors, views, strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 copy_rounded(view, tensor, generator)
-        return StateSet(small, stored, put(flat), updates)
+        ticket = store.put(flat, "optimizer", tiers, replaces=self.source.ticket)
+        return StateSet(small, stored, ticket, updates)
 
 
-def packable_places(states: Sequence[State]) -> list[tuple[int, str]]:
-    """Slice and name of every state that a ticket can have."""
-    return [
-        (index, name)
+def stored_states(states: Sequence[State], precision: Precision) -> list[StoredState]:
+    """Lay out every state that a ticket can have, in its stored dtype."""
+    places = [
+        (index, name, value)
         for index, state in enumerate(states)
         for name, value in state.items()
         if packable(value)
+    ]
+    dtypes = [precision.stored_dtype(value.dtype, name) for _, name, value in places]
+    segments = lay_out([value for _, _, value in places], dtypes)
+    return [
+        StoredState(index, name, segment, value.dtype)
+        for (index, name, value), segment in zip(places, segments, strict=True)
     ]
 
 

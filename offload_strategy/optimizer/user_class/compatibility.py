@@ -79,7 +79,7 @@ class SupportedOptimizer(NamedTuple):
     changes_gradients: bool
 
 
-def check_supported(optimizer: Optimizer, precision: Precision | None = None) -> SupportedOptimizer:
+def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOptimizer:
     """Refuse optimizers whose states cannot be offloaded without changing numbers.
 
     Raises:
@@ -103,7 +103,6 @@ def check_supported(optimizer: Optimizer, precision: Precision | None = None) ->
             "attach: the optimizer has parameters on the meta device. Materialise the model first "
             "(model.to_empty(device=...) and load weights), and make the optimizer after that."
         )
-    precision = precision or Precision()
     optimizer = with_overrides(optimizer)
     try:
         _check_what_it_keeps(optimizer, parameters)

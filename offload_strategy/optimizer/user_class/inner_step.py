@@ -16,7 +16,7 @@ slices, which change no bits: see [Note: where a parameter may be sliced].
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
-    join_states,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import copy_rounded
@@ -212,30 +211,24 @@ def update_in_chunks(
     run: Callable[[Sequence[torch.Tensor], _States], None],
     weights: Sequence[torch.Tensor],
     states: _States,
-    upcast_dtypes: Sequence[dict[str, torch.dtype]],
+    upcast: Sequence[Collection[str]],
     borrow: Callable[[int], torch.Tensor],
     generator: torch.Generator | None,
 ) -> bool:
     """Update weights with gradients in place, and their states in their stored dtypes.
 
-    `run` updates some tensors and their states, like `run_update`. `upcast_dtypes` has, for each
-    weight, the states to be upcast and their compute dtypes; `borrow` lends a flat uint8 tensor of
-    so many bytes for that. A generator rounds stochastically; None rounds to nearest. Returns
-    whether the optimizer has added states.
+    `run` updates some tensors and their states, like `run_update`. `upcast` has, for each weight,
+    the states to be upcast to float32; `borrow` lends a flat uint8 tensor of so many bytes for
+    that. A generator rounds stochastically; None rounds to nearest. Returns whether the optimizer
+    has added states.
     """
-    chunks = list(_chunks(weights))
     known = [len(state) for state in states]
-    scratch_bytes = max(
-        sum(
-            round_up(param_slice.numel, SLICE_ALIGNMENT) * dtype.itemsize
-            for index, param_slice in chunk
-            for dtype in upcast_dtypes[index].values()
-        )
-        for chunk in chunks
-    )
-    scratch = borrow(scratch_bytes) if scratch_bytes else torch.empty(0, dtype=torch.uint8)
+    scratch = torch.empty(0)
     updated: list[list[tuple[ParameterSlice, dict[str, Any]]]] = [[] for _ in weights]
-    for chunk in chunks:
+    for chunk in _chunks(weights):
+        sizes = [round_up(each.numel, SLICE_ALIGNMENT) * len(upcast[i]) for i, each in chunk]
+        if sum(sizes) > scratch.numel():  # at the first chunk, which is as large as most
+            scratch = borrow(4 * sum(sizes)).view(torch.float32)
         parameters, slice_states = [], []
         begin = 0
         for index, param_slice in chunk:
@@ -244,16 +237,16 @@ def update_in_chunks(
                 assert gradient is not None
                 parameter.grad = param_slice.of(gradient)
             state = param_slice.slice_state(states[index])
-            for name, dtype in upcast_dtypes[index].items():
+            for name in upcast[index]:
                 stored = state[name]
-                end = begin + stored.numel() * dtype.itemsize
-                state[name] = scratch[begin:end].view(dtype).view(stored.shape).copy_(stored)
-                begin = round_up(end, SLICE_ALIGNMENT * dtype.itemsize)
+                end = begin + stored.numel()
+                state[name] = scratch[begin:end].view(stored.shape).copy_(stored)
+                begin = round_up(end, SLICE_ALIGNMENT)
             parameters.append(parameter)
             slice_states.append(state)
         run(parameters, slice_states)
         for (index, param_slice), state in zip(chunk, slice_states, strict=True):
-            for name in upcast_dtypes[index]:
+            for name in upcast[index]:
                 value = state.pop(name, None)
                 if value is not None:
                     copy_rounded(param_slice.of(states[index][name]), value, generator)
@@ -281,11 +274,13 @@ def _merge_states(
     state: dict[str, Any], updated: Sequence[tuple[ParameterSlice, dict[str, Any]]]
 ) -> None:
     """Write what was not upcast of the slices' states into the state of their weight."""
-    slices = [param_slice for param_slice, _ in updated]
-    for name in updated[-1][1]:
+    for name, value in updated[-1][1].items():
         stored = state.get(name)
         if stored is None or not packable(stored):
-            state[name] = join_states(slices, [{name: each[name]} for _, each in updated])[name]
+            shape = updated[-1][0].values.shape
+            of_slice = isinstance(value, torch.Tensor) and value.shape == shape
+            parts = [each[name] for _, each in updated]
+            state[name] = torch.cat(parts) if of_slice and len(parts) > 1 else parts[0]
             continue
         for param_slice, each in updated:
             place = param_slice.of(stored)

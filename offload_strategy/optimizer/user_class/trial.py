@@ -264,37 +264,34 @@ def _compare(
         {**group, "params": [each.parameter for each in of_group]}
         for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)
     ]
+    devices = generators_of(each.alone for each in everything)
     closures: list[list[int]] = []
 
     def closure() -> torch.Tensor:
         closures.append([each.parameter._version for each in everything])
         return torch.ones(())
 
-    def update() -> None:
-        for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True):
-            for each in of_group:
-                each.update_alone(optimizer, group)
-        together.state = defaultdict(dict, {each.parameter: each.state for each in everything})
-        with torch.enable_grad():
-            step(together, *[closure] * takes_closure)
-        for each in everything:
-            each.state = dict(together.state[each.parameter])
-
     for number in range(_STEPS + _LATER_STEPS):
         for each in everything:
             each.next_gradient(_LATE_STEP if number == _STEPS else None)
         before = [each.parameter._version for each in everything]
         closures.clear()
+        together.state = defaultdict(dict, {each.parameter: each.state for each in everything})
         try:
-            devices = generators_of(each.alone for each in everything)
             with _random_numbers_kept(devices), torch.compiler.set_stance(stance):
-                update()
+                for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True):
+                    for each in of_group:
+                        each.update_alone(optimizer, group)
+                with torch.enable_grad():
+                    step(together, *[closure] * takes_closure)
         except UnfitUpdateError:
             raise
         except Exception as error:
             raise UnfitUpdateError(
                 f"failed on two small tensors: {type(error).__name__}: {error}"
             ) from error
+        for each in everything:
+            each.state = dict(together.state[each.parameter])
         if closures not in ([], [before]):
             raise UnfitUpdateError("does not call its closure once, before it updates anything")
         if not all(each.is_same for each in everything):

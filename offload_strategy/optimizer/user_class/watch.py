@@ -10,6 +10,7 @@ another parameter. No trial has every size and every step, so real updates are w
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -54,15 +55,12 @@ class Watch:
         self._parameters = set(map(id, copy.state))
         self._devices = generators_of(copy.state)
         self._random = generator_states(self._devices)
-        self._shared = {key: parts(value) for key, value in shared_values(copy)}
+        self._shared = _snapshot(copy)
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since; raises if anything else has changed."""
-        changed = {
-            key
-            for key, value in shared_values(self._copy)
-            if not _same(parts(value), self._shared.get(key, []))
-        }
+        now = _snapshot(self._copy)
+        changed = {key for key in now if not _same(now[key], self._shared.get(key, []))}
         if changed or any(id(key) not in self._parameters for key in self._copy.state):
             names = {name for _, name in changed} or {"state"}
             error = UnfitUpdateError(
@@ -104,18 +102,26 @@ def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]
         yield (place, name), read()
 
 
+def _snapshot(optimizer: Optimizer) -> dict[tuple[int, str], list[Any]]:
+    """The parts of each shared value; most are plain, or code, and need no look inside."""
+    return {
+        key: [value] if type(value) in _PLAIN or isinstance(value, CODE) else parts(value)
+        for key, value in shared_values(optimizer)
+    }
+
+
 def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
     """A value and what it holds that may change: versions of tensors, items, attributes."""
     found = [value]
     if type(value) in _PLAIN or isinstance(value, CODE):
         return found
     items: Any = ()
-    if isinstance(value, torch.Tensor):
-        found.append(value._version)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         items = chain.from_iterable(value.items())
     elif isinstance(value, list | tuple | set | frozenset | deque):
         items = value
+    elif isinstance(value, torch.Tensor):
+        found.append(value._version)
     elif isinstance(value, torch.Generator):
         found.append(value.get_state().numpy().tobytes())
     elif hasattr(type(value), "tobytes") and value.nbytes <= _WIDTH**2:
@@ -128,9 +134,12 @@ def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(
-        one is other or (type(one) is type(other) in _PLAIN and one == other)
-        for one, other in zip(now, before, strict=True)
+    return len(now) == len(before) and (
+        all(map(operator.is_, now, before))
+        or all(
+            one is other or (type(one) is type(other) in _PLAIN and one == other)
+            for one, other in zip(now, before, strict=True)
+        )
     )
 
 
