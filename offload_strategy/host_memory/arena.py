@@ -15,18 +15,13 @@ step. A slab stays registered until the budget needs its memory for something el
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from offload_strategy.host_memory.buffers import HostBuffer, Lent, map_private
+from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: What memory is taken and given back by: a huge page of most systems.
@@ -43,10 +38,9 @@ _STRICT = "2"
 
 def can_be_used() -> bool:
     """Whether this system takes idle memory back at once, and does not count mere addresses."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
-        return False
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != _STRICT
+        policy = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
+        return sys.platform == "linux" and policy != _STRICT
     return False
 
 
@@ -95,10 +89,8 @@ class Arena:
 
     def __init__(self, budget: int) -> None:
         size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
-        self._memory = map_private(size + BLOCK_BYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._first = -address % BLOCK_BYTES
-        self._pid = os.getpid()
+        self._memory = HostBuffer(size + BLOCK_BYTES)
+        self._first = -self._memory.address % BLOCK_BYTES
         self._free = FreeRanges(size)
         # A byte for each block up to the last that was ever used: whether there is memory behind.
         self._there = bytearray()
@@ -111,10 +103,9 @@ class Arena:
         `held_bytes` may grow, idle memory elsewhere goes back to the system. None without enough.
         """
         size = round_up(nbytes, PAGE_BYTES)
-        best = min(self._places(size), default=None)
-        if best is None:
+        fresh, begin = min(self._places(size), default=(0, None))
+        if begin is None:
             return None
-        fresh, begin = best
         self._free.take(begin, size)
         missing = fresh - room
         if missing > 0:
@@ -122,10 +113,12 @@ class Arena:
                 self._free.take_back(begin, size)
                 return None
             self.give_up(missing)
-        self._count(begin, size)
-        exporter = (ctypes.c_char * nbytes).from_buffer(self._memory, self._first + begin)
-        tensor = torch.frombuffer(exporter, dtype=torch.uint8)
-        return Lent(tensor, exporter, size, partial(self._free.take_back, begin, size))
+        first, last = _touched(begin, size)
+        self._there.extend(bytes(max(0, last - len(self._there))))
+        self.held_bytes += self._fresh(begin, size)
+        self._there[first:last] = b"\1" * (last - first)
+        loan = self._memory.acquire(nbytes, self._first + begin)
+        return Lent(*loan, size, partial(self._free.take_back, begin, size))
 
     def idle_bytes(self) -> int:
         """Memory that can go back to the system."""
@@ -157,13 +150,6 @@ class Arena:
         first, last = _touched(begin, size)
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
-    def _count(self, begin: int, size: int) -> None:
-        """Count the memory behind a range, which will be there from now on."""
-        first, last = _touched(begin, size)
-        self._there.extend(bytes(max(0, last - len(self._there))))
-        self.held_bytes += self._fresh(begin, size)
-        self._there[first:last] = b"\1" * (last - first)
-
     # ------------------------------------------------------------------ memory
     def _idle_blocks(self) -> list[tuple[int, int]]:
         """Blocks of which nothing is lent, as ranges of numbers."""
@@ -176,9 +162,7 @@ class Arena:
     def _give_back(self, block: int) -> None:
         self._there[block] = 0
         self.held_bytes -= BLOCK_BYTES
-        if os.getpid() == self._pid:  # in a forked child, something else may be there
-            start = self._first + block * BLOCK_BYTES
-            self._memory.madvise(mmap.MADV_DONTNEED, start, BLOCK_BYTES)
+        self._memory.give_back(self._first + block * BLOCK_BYTES, BLOCK_BYTES)
 
 
 def _touched(begin: int, size: int) -> tuple[int, int]:
@@ -217,8 +201,8 @@ class PinnedSlabs:
             return None
         free.take(begin, size)
         self.lent_bytes += size
-        tensor, exporter = slab.acquire(nbytes, begin)
-        return Lent(tensor, exporter, size, partial(self._take_back, free, begin, size))
+        loan = slab.acquire(nbytes, begin)
+        return Lent(*loan, size, partial(self._take_back, free, begin, size))
 
     def _take_back(self, free: FreeRanges, begin: int, nbytes: int) -> None:
         free.take_back(begin, nbytes)

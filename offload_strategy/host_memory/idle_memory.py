@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from timeit import default_timer as perf_counter
 
 from offload_strategy.host_memory.c_allocator import freed_memory
@@ -27,7 +28,7 @@ from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
-#: A measurement takes some ten microseconds; more frequent ones are of no use.
+#: More frequent measurements are of no use.
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides.
@@ -39,18 +40,19 @@ _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
+@cache
+def _figures_of(_pid: int) -> int:
+    """Return a file that stays open: to open it takes several times as long as to read it."""
+    return os.open("/proc/self/statm", os.O_RDONLY)
+
+
 def resident_bytes() -> int | None:
     """Return the resident memory of this process, or None if the system cannot tell at once."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return int(os.read(file, 128).split()[1]) * PAGE_BYTES
+        # By process, because a forked child has the file of its parent.
+        return int(os.pread(_figures_of(os.getpid()), 128, 0).split()[1]) * PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return None
-    finally:
-        os.close(file)
 
 
 class TrimmingNearLimit:
@@ -84,7 +86,7 @@ class TrimmingNearLimit:
 
 
 class IdleLimit:
-    """How much idle memory would raise the peak of the process."""
+    """How much idle memory would raise the peak of the process; the pool's lock guards it."""
 
     def __init__(self) -> None:
         # Of each pass: the peak of what was needed, and its largest growth between two
