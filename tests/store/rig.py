@@ -106,7 +106,7 @@ class Rig:
             region.close()
         self.pool.close()
         if self.encryption:  # this thread's buffer
-            del self.check.staging
+            self.check.close()
 
 
 def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:

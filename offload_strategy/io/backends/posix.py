@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import StorageError
-from offload_strategy.host_memory.buffers import map_private
+from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
-from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.units import PAGE_BYTES, round_up
 
 try:
@@ -33,8 +32,6 @@ _MAX_PAUSE_SECONDS = 0.1
 #: A written block is still being written out when the call returns. This many blocks later it is
 #: clean, and advising the kernel again drops it from the page cache.
 _BLOCKS_UNTIL_CLEAN = 4
-#: Far below IOV_MAX, because each of them has to be completed on its own.
-_MAX_ADJACENT = 64
 
 # A direct pointer type: calls through it release the interpreter lock while copying.
 _memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -58,15 +55,10 @@ class PosixBackend(Backend):
     the page cache, because they are read only once.
     """
 
-    max_adjacent = _MAX_ADJACENT
-    threads: ThreadPool
+    max_adjacent = 64  # far below IOV_MAX, because each of them has to be completed on its own
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        self.depth = threads
-        self.block_size = block_size
-        # One pool for both directions: a caller that submits at most `depth` requests of each, or
-        # twice as many small ones, finds a thread for a read even when every write is stuck.
-        self.threads = ThreadPool("ssd-offload-io", 4 * threads)
+        super().__init__(threads=threads, block_size=block_size)
         self._bounce = BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
@@ -77,7 +69,7 @@ class PosixBackend(Backend):
 
     def close(self) -> None:
         """Finish what was submitted, end the threads for good and free the caller's buffer."""
-        self.threads.close()
+        super().close()
         self.__dict__.pop("_bounce", None)
 
     def run(self, request: BlockRequest) -> None:
@@ -181,10 +173,9 @@ class BounceBuffer(threading.local):
     """One page-aligned buffer per thread, for memory that direct I/O cannot use."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = map_private(round_up(nbytes, PAGE_BYTES))
-        self.view = memoryview(self.memory)
-        self._anchor = ctypes.c_char.from_buffer(self.memory)
-        self.address = ctypes.addressof(self._anchor)
+        self._memory = HostBuffer(nbytes)
+        self.address = self._memory.address
+        self.view = view_of(self.address, self._memory.nbytes).cast("B")
 
 
 class _CachedBlocks(threading.local):

@@ -105,14 +105,13 @@ class Move:
         self.finished_at = 0.0
         self.error: BaseException | None = None
         self.ended = Latch()
-        self._queues = [stripe.queue for stripe in stripes]
         hints = (one_block_at_a_time, whole_pages)
         common = (client, direction, priority, self._part_ended, self.queued_at, *hints)
-        self.parts = [
-            StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common)
+        self._parts = [
+            (s.queue, StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common))
             for s in stripes
         ]
-        self._parts_left = len(self.parts)
+        self._parts_left = len(self._parts)
         self._finished: MoveState | None = None
         self._lock = threading.Lock()
 
@@ -121,31 +120,31 @@ class Move:
         """How far it is."""
         if self._finished is not None:
             return self._finished
-        begun = any(part.state is not MoveState.QUEUED for part in self.parts)
+        begun = any(part.state is not MoveState.QUEUED for _, part in self._parts)
         return MoveState.RUNNING if begun else MoveState.QUEUED
 
     def submit(self) -> None:
         """Queue it on all of its paths; returns at once."""
         with UninterruptedSection():
-            for queue, part in zip(self._queues, self.parts, strict=False):
+            for queue, part in self._parts:
                 queue.submit(part)
 
     def run_queued(self) -> None:
         """Run queued blocks on the calling thread, which is about to wait for the move."""
-        while not self.ended.is_set() and any(queue.run_queued() for queue in self._queues):
+        while not self.ended.is_set() and any(queue.run_queued() for queue, _ in self._parts):
             pass
         if self.nbytes <= SMALL_BYTES:
             self.ended.poll(_POLL_SECONDS)
 
     def raise_priority(self) -> None:
         """Let its queued blocks, which are needed now, overtake others."""
-        for queue, part in zip(self._queues, self.parts, strict=False):
+        for queue, part in self._parts:
             queue.raise_priority(part)
 
     def cancel(self) -> None:
         """Cancel it: blocks in flight finish, the others never start. `on_end` is called."""
         with UninterruptedSection():
-            for queue, part in zip(self._queues, self.parts, strict=False):
+            for queue, part in self._parts:
                 queue.cancel(part)
 
     def fail(self, error: BaseException) -> None:
@@ -155,8 +154,7 @@ class Move:
 
     def unfinished_paths(self) -> str:
         """The paths that it still waits for."""
-        pairs = zip(self._queues, self.parts, strict=False)
-        return " and ".join(str(queue.path) for queue, part in pairs if not part.is_over)
+        return " and ".join(str(queue.path) for queue, part in self._parts if not part.is_over)
 
     def _part_ended(self, part: StripeMove) -> None:
         with self._lock:
@@ -173,7 +171,7 @@ class Move:
     def _end(self) -> None:
         if self.error is not None:
             self._finished = MoveState.FAILED
-        elif any(part.state is MoveState.CANCELLED for part in self.parts):
+        elif any(part.state is MoveState.CANCELLED for _, part in self._parts):
             self._finished = MoveState.CANCELLED
         else:
             self._finished = MoveState.DONE
@@ -185,5 +183,5 @@ class Move:
         on_end(self)
         # It may hold the memory, which a waiting thread may free and want again at once.
         del on_end
-        self.parts = []
+        self._parts = []
         self.ended.set()
