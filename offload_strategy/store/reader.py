@@ -17,6 +17,7 @@ from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.torch_support.accelerator import current_stream
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
@@ -126,7 +127,8 @@ class Reader:
             return payload, True
         engine = self.copies[entry.device]
         if payload.device.type != "cpu":
-            return engine.adopt_incoming(payload), True
+            payload.record_stream(current_stream(entry.device))
+            return payload, True
         if not engine.asynchronous:
             return payload.to(entry.device), False
         [loaded] = engine.load([payload], [entry.copied])

@@ -19,7 +19,7 @@ A ticket is written once, read any number of times, then freed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -34,20 +34,15 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(eq=False, slots=True)
-class Arrival:
-    """The end of copies to a device, the stream of their memory, and who waits for that end."""
-
-    done: torch.Event
-    allocated_by: int
-    awaited_by: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
 class DeviceCopy:
     """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
 
     tensor: torch.Tensor | None
-    arrival: Arrival
+    #: The end of this copy and of those that were launched with it.
+    done: torch.Event
+    #: The stream of their memory, and the streams that wait for the end.
+    allocated_by: int
+    awaited_by: set[int]
 
 
 class TicketState(Enum):
@@ -63,9 +58,8 @@ class TicketState(Enum):
 class Tier:
     """A place for tickets, see `store.tiers`; users of the same paths share its `capacity`."""
 
-    #: Whether tickets stay in host memory here.
+    #: Whether tickets stay in host memory here, or in the memory of the device that made them.
     is_host_memory = False
-    #: Whether tickets stay in the memory of the device that made them.
     is_own_device = False
     #: The tier's paths and their regions; none for host memory.
     queues: tuple[PathQueue, ...] = ()
@@ -107,7 +101,7 @@ class Entry:
     #: Where it may go when it has to leave a host tier.
     lower: Sequence[Tier] = ()
     state: TicketState = TicketState.IN_MEMORY
-    #: Flat uint8 tensor with the bytes, where a copy is in memory.
+    #: The bytes, where a copy is in memory.
     payload: torch.Tensor | None = None
     #: The device tensor that a copy to the host still reads, where it counts, and the copy's end.
     source: torch.Tensor | None = None

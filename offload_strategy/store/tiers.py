@@ -192,6 +192,7 @@ class PathTier(Tier):
 
     def _free(self, stripes: Sequence[Stripe]) -> None:
         for stripe in stripes:
+            assert isinstance(stripe.queue.region, Region)
             stripe.queue.region.free(stripe.extent)
             self._live[stripe.queue] -= stripe.nbytes
             if (quota := self._quotas.get(stripe.queue)) is not None:

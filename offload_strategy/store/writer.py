@@ -205,8 +205,7 @@ class Writer:
                 waiting.setdefault(copied, []).append(move)
         for copied, moves in waiting.items():
             # The path's own time must not include the wait for the device.
-            kept = [move.keep_alive for move in moves]
-            self.copies[entries[0].device].when_copied(copied, kept, partial(_submit, moves))
+            self.copies[entries[0].device].when_copied(copied, moves)
 
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
@@ -252,11 +251,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as flat uint8."""
     flat = tensor if tensor.ndim == 1 else tensor.detach().view(-1)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
-def _submit(moves: Sequence[Move]) -> None:
-    for move in moves:
-        move.submit()
 
 
 def _lead(entry: Entry, payload: torch.Tensor) -> int:
