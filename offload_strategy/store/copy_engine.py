@@ -21,8 +21,13 @@ import torch
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.queues.moves import Move
-from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, SourceWindow, TicketState
-from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous, using_stream
+from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, TicketState
+from offload_strategy.torch_support.accelerator import (
+    ReleaseWindow,
+    current_stream,
+    is_asynchronous,
+    using_stream,
+)
 from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
@@ -40,7 +45,7 @@ class CopyEngine:
         self._largest = 0
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
-        self._windows: dict[int, SourceWindow] = {}
+        self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
         self._released: deque[CopyOut] = deque()
         # Copies to the device, the event at their end, and the buffers that they read.
         self._loads: deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]
@@ -88,17 +93,16 @@ class CopyEngine:
             source.record_stream(compute)
         sizes = [entry.nbytes for entry in entries]
         with self._lock:
-            window = self._windows.get(compute.stream_id)
-            if window is None:
-                window = self._windows[compute.stream_id] = SourceWindow(compute)
+            window = self._windows.setdefault(compute.stream_id, ReleaseWindow(compute))
             for entry in entries:
-                entry.copied, entry.window = done, window
+                entry.copied = done
             window.add(done, sum(sizes), CopyOut(entries, hosts, done))
             self._largest = max(self._largest, *sizes)
             self._drop_sources(window.release(max(_WINDOW_BYTES, 2 * self._largest)))
 
-    def _window(self) -> SourceWindow | None:
-        return self._windows.get(current_stream(self.device).stream_id) if self.asynchronous else None
+    def _window(self) -> ReleaseWindow[CopyOut] | None:
+        """Return the window of this thread's stream, if anything was copied from there."""
+        return self._windows.get(current_stream(self.device).stream_id) if self._windows else None
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
@@ -117,14 +121,13 @@ class CopyEngine:
         with self._lock:
             while self._loads and self._loads[0][0].query():
                 self._loads.popleft()
-            for stream, window in self._windows.items():
+            for window in self._windows.values():
                 self._drop_sources(window.release_unused())
-                if window.has_freed and stream == current_stream(self.device).stream_id:
-                    window.has_freed = False
-                    entries = itertools.chain.from_iterable(copy.entries for copy in window)
-                    if any(entry.state is TicketState.FREED for entry in entries):
-                        # Backward has used these: nobody else will ever ask for their memory.
-                        self._drop_sources(window.release())
+            if (window_here := self._window()) is not None:
+                entries = itertools.chain.from_iterable(copy.entries for copy in window_here)
+                if any(entry.state is TicketState.FREED for entry in entries):
+                    # Backward has used these: nobody else will ever ask for their memory.
+                    self._drop_sources(window_here.release())
             while self._released and self._released[0].done.query():
                 for entry in self._released.popleft().entries:
                     entry.copied = None
@@ -132,7 +135,7 @@ class CopyEngine:
     def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
         for copy in copies:
             for entry in copy.entries:
-                entry.source = entry.window = None
+                entry.source = None
         self._released.extend(copies)
 
     def wait_for_oldest(self) -> bool:
@@ -221,7 +224,7 @@ class CopyEngine:
             for copy in self._copies_out():
                 copy.done.synchronize()
                 for entry in copy.entries:
-                    entry.source = entry.window = entry.copied = None
+                    entry.source = entry.copied = None
             for event, _, _ in self._loads:
                 event.synchronize()
             self._released.clear()

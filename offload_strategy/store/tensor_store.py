@@ -181,15 +181,7 @@ class TensorStore:
         staged, entry.staged = entry.staged, None
         if staged is not None:
             return self.copies[entry.device].adopt(staged), False
-        while True:
-            payload, move = self._reader.payload_or_move(entry)
-            if payload is not None:
-                return self._reader.on_device(entry, payload)
-            if move is None:
-                move = self._reader.load(entry, Priority.NEEDED_NOW)
-            # A load that has ended already must be awaited, too: it may have failed.
-            if move is not None:
-                self._reader.await_load(entry, move)
+        return self._reader.on_device(entry, self._reader.payload(entry))
 
     def private(self, ticket: Ticket) -> torch.Tensor:
         """Return bytes that the caller may change: a copy, or what was loaded from a path."""

@@ -27,7 +27,6 @@ import torch
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
-from offload_strategy.torch_support.accelerator import ReleaseWindow
 
 #: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
 ALIGNMENT_BYTES = 64
@@ -103,9 +102,8 @@ class Entry:
     state: TicketState = TicketState.IN_MEMORY
     #: The bytes, where a copy is in memory.
     payload: torch.Tensor | None = None
-    #: The device tensor that a copy to the host still reads, where it counts, and the copy's end.
+    #: The device tensor that a copy to the host still reads, and the copy's end.
     source: torch.Tensor | None = None
-    window: SourceWindow | None = None
     copied: torch.Event | None = None
     #: A copy on its way to the device, for the next `TensorStore.get`.
     staged: DeviceCopy | None = None
@@ -144,13 +142,6 @@ class CopyOut:
     entries: Sequence[Entry]
     hosts: Sequence[torch.Tensor]
     done: torch.Event
-
-
-class SourceWindow(ReleaseWindow[CopyOut]):
-    """The sources of copies to the host that belong to one compute stream."""
-
-    #: Whether the ticket of one of them was freed.
-    has_freed = False
 
 
 class Ticket:

@@ -85,9 +85,9 @@ class TicketRegistry:
         entry.payload = None
         self._copies.pop(entry, None)
 
-    def loaded(self, entry: Entry) -> None:
+    def loaded(self, entry: Entry, payload: torch.Tensor) -> None:
         """Mark an entry as in memory and on paths."""
-        entry.state = TicketState.IN_MEMORY
+        entry.state, entry.payload = TicketState.IN_MEMORY, payload
         self._copies[entry] = None
 
     def drop_copy(self) -> bool:
@@ -176,8 +176,6 @@ class TicketRegistry:
             return None
         entry.state = TicketState.FREED
         entry.payload = entry.staged = None
-        if entry.window is not None:
-            entry.window.has_freed = True
         self._copies.pop(entry, None)
         if entry.move is not None:
             return entry.move  # the end of the transfer releases it

@@ -209,7 +209,8 @@ class Writer:
 
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
-        move = Move(
+        entry.state = TicketState.WRITING
+        entry.move = Move(
             client=entry.client,
             direction=Direction.WRITE,
             stripes=entry.stripes,
@@ -220,7 +221,6 @@ class Writer:
             one_block_at_a_time=entry.one_block_at_a_time,
             on_end=partial(self._ended, entry),
         )
-        entry.state, entry.move = TicketState.WRITING, move
         self.registry.writing_bytes += entry.nbytes
         self.registry.writing_bytes_of[entry.client] += entry.nbytes
         self.registry.moving.add(entry)

@@ -69,9 +69,7 @@ class PathQueue:
         self._dispatching = False
         # Running mean of a request's time in the backend; 0 while nothing is known.
         self._request_seconds = 0.0
-        self._path_lock: PathLockHolder | None = None
-        if path_lock is not None and path_lock.works:
-            self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
+        self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
 
     def submit(self, part: StripeMove) -> None:
         """Queue a part of a move; for `Move.submit`, which defers Ctrl-C."""
@@ -114,14 +112,12 @@ class PathQueue:
     def end_threads(self) -> None:
         """Let what is queued finish and end all threads; they start again on demand."""
         for _ in range(2):  # reads that end may need the path lock once more
-            if self._path_lock is not None:
-                self._path_lock.end_threads()
+            self._path_lock.end_threads()
             self.backend.threads.end_threads()
 
     def close(self) -> None:
         """Release the path lock and the cipher's buffer; nothing may be in flight any more."""
-        if self._path_lock is not None:
-            self._path_lock.close()
+        self._path_lock.close()
         if isinstance(self.checksum, BlockCipher):
             self.checksum.close()
 
@@ -227,7 +223,7 @@ class PathQueue:
         if part.state is MoveState.QUEUED:
             part.state = MoveState.RUNNING
             part.started_at = self._recorder.move_started(self.tier, part.direction)
-        if self._path_lock is not None and part.direction is Direction.READ:
+        if part.direction is Direction.READ:
             self._path_lock.count(nbytes)
 
     def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
@@ -249,7 +245,7 @@ class PathQueue:
         self, in_flight: InFlight, part: StripeMove, error: BaseException | None
     ) -> None:
         over = self._count_block(in_flight, part, error)
-        if over and (self._reads.waiting or self._writes.waiting or self._path_lock is not None):
+        if over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
             self._dispatch()
 
     def _count_block(
@@ -302,19 +298,16 @@ class PathQueue:
 
     # ------------------------------------------------------------------ path lock
     def _may_read(self, part: StripeMove) -> bool:
-        first_block = part.state is MoveState.QUEUED
-        return self._path_lock is None or self._path_lock.may_begin(first_block=first_block)
+        return self._path_lock.may_begin(first_block=part.state is MoveState.QUEUED)
 
     def _release_path_lock_if_idle(self) -> bool:
         """Release a lock that no read uses; return whether reads may go on without it."""
-        lock = self._path_lock
-        if lock is None or not lock.held or self._reads.in_flight:
+        if not self._path_lock.held or self._reads.in_flight:
             return False
-        lock.release()
-        return self._reads.head() is not None and lock.may_begin(first_block=True)
+        self._path_lock.release()
+        return self._reads.head() is not None and self._path_lock.may_begin(first_block=True)
 
     def _path_lock_acquired(self) -> None:
         with self._lock:
-            assert self._path_lock is not None
             self._path_lock.acquired()
         self._dispatch()
