@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from io import FileIO
 from timeit import default_timer as perf_counter
 
 from offload_strategy.host_memory.c_allocator import freed_memory
@@ -40,17 +41,20 @@ _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
-@cache
-def _figures_of(_pid: int) -> int:
-    """Return a file that stays open: to open it takes several times as long as to read it."""
-    return os.open("/proc/self/statm", os.O_RDONLY)
+def _open_figures() -> FileIO:
+    return FileIO(os.open("/proc/self/statm", os.O_RDONLY))
 
 
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process, or None if the system cannot tell at once."""
+def resident_bytes(figures: FileIO | None = None) -> int | None:
+    """Return the resident memory of this process, or None if the system cannot tell at once.
+
+    It is read from `figures` if they are open already; to open them takes several times as long.
+    """
     try:
-        # By process, because a forked child has the file of its parent.
-        return int(os.pread(_figures_of(os.getpid()), 128, 0).split()[1]) * PAGE_BYTES
+        if figures is None:
+            with _open_figures() as figures:
+                return resident_bytes(figures)
+        return int(os.pread(figures.fileno(), 128, 0).split()[1]) * PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return None
 
@@ -102,10 +106,18 @@ class IdleLimit:
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
+        self._figures: FileIO | None = None
+        with suppress(OSError):
+            self._figures = _open_figures()
+
+    def close(self) -> None:
+        """Close the file of measurements: the system tells no memory any more."""
+        if self._figures is not None:
+            self._figures.close()
 
     def pass_begins(self) -> bool:
         """Start a pass, once before buffers are acquired; False if the system tells no memory."""
-        if resident_bytes() is None:
+        if resident_bytes(self._figures) is None:
             return False
         if not self._in_forward:
             self.passes.append((self._need, self._growth))
@@ -121,7 +133,7 @@ class IdleLimit:
         if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0
         self._look_at = now + _LOOK_SECONDS
-        idle, resident = idle_bytes(), resident_bytes()
+        idle, resident = idle_bytes(), resident_bytes(self._figures)
         if resident is None:
             return 0
         need, latest = resident - idle - self.waiting, self._latest
@@ -136,7 +148,7 @@ class IdleLimit:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may wait in memory."""
-        resident = resident_bytes()
+        resident = resident_bytes(self._figures)
         if resident is None:
             return False
         in_use = resident - freed_memory.nbytes()

@@ -183,6 +183,7 @@ class BufferPool:
             # From now on only the tensors own their memory.
             self._loans.clear()
             self._limit.waiting = 0
+            self._limit.close()
             self._arena = None
             self._apart = self._lent = self._requested = 0
 

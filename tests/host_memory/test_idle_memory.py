@@ -22,7 +22,7 @@ class Process:
         monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: self.freed)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
 
-    def resident(self):
+    def resident(self, *_):
         resident = self.rest + self.pool._held
         self.peak = max(self.peak, resident)
         return resident
@@ -140,7 +140,7 @@ def test_before_the_first_pass_nothing_is_known(process):
 
 
 def test_buffers_go_before_each_pass_where_the_system_does_not_tell(process, monkeypatch):
-    monkeypatch.setattr(idle, "resident_bytes", lambda: None)
+    monkeypatch.setattr(idle, "resident_bytes", lambda *_: None)
     acquire(process.pool, 20 * MiB)
     process.pool.look()
     assert process.held() == 20 * MiB
