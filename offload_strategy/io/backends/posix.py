@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import StorageError
@@ -64,13 +65,28 @@ class PosixBackend(Backend):
 
     def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin adjacent requests, if possible with one system call."""
-        batch = _Batch(self, requests)
-        self.threads.submit(batch, batch.fail)
+        left = list(requests)
+        self.threads.submit(partial(self._run_all, left), partial(_fail_all, left))
 
     def close(self) -> None:
         """Finish what was submitted, end the threads for good and free the caller's buffer."""
         super().close()
         self.__dict__.pop("_bounce", None)
+
+    def _run_all(self, left: list[BlockRequest]) -> None:
+        moved = len(left) > 1 and self.move_adjacent(left)
+        while left:
+            request, error = left[0], None
+            try:
+                if not moved:  # an error of all together may be the error of only one
+                    self.run(request)
+                elif request.after is not None:
+                    request.after()
+            except Exception as caught:
+                error = caught
+            # No call between these two: see [Note: threads that die] in thread_pool.py.
+            del left[0]
+            request.on_done(error)
 
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
@@ -125,48 +141,19 @@ class PosixBackend(Backend):
         self._cached.moved(request.fd, offset, len(view))
 
 
-class _Batch:
-    """Adjacent requests as one job of a thread; see [Note: threads that die] in thread_pool.py."""
-
-    __slots__ = ("_backend", "_completed", "_requests")
-
-    def __init__(self, backend: PosixBackend, requests: Sequence[BlockRequest]) -> None:
-        self._backend = backend
-        self._requests = requests
-        self._completed = 0
-
-    def __call__(self) -> None:
-        requests, backend = self._requests, self._backend
-        moved = len(requests) > 1 and backend.move_adjacent(requests)
-        for request in requests:
-            error: BaseException | None = None
-            try:
-                if not moved:  # an error of all together may be the error of only one
-                    backend.run(request)
-                elif request.after is not None:
-                    request.after()
-            except Exception as caught:
-                error = caught
-            self._complete(error)
-
-    def fail(self, error: BaseException) -> None:
-        """Complete the remaining requests with what ended the thread."""
-        for request in self._requests[self._completed :]:
-            reason = error
-            if not isinstance(error, Exception):
-                # A SystemExit or KeyboardInterrupt that was meant for this thread must not be
-                # raised again in the one that waits for the bytes.
-                reason = StorageError(
-                    f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
-                    f"ended by {type(error).__name__}"
-                )
-                reason.__cause__ = error
-            self._complete(reason)
-
-    def _complete(self, error: BaseException | None) -> None:
-        request = self._requests[self._completed]
-        self._completed += 1
-        request.on_done(error)
+def _fail_all(left: list[BlockRequest], error: BaseException) -> None:
+    """Complete the requests that are left with what ended the thread."""
+    for request in left:
+        reason = error
+        if not isinstance(error, Exception):
+            # A SystemExit or KeyboardInterrupt that was meant for this thread must not be raised
+            # again in the one that waits for the bytes.
+            reason = StorageError(
+                f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
+                f"ended by {type(error).__name__}"
+            )
+            reason.__cause__ = error
+        request.on_done(reason)
 
 
 class BounceBuffer(threading.local):

@@ -40,12 +40,6 @@ class Latch:
         self._is_set = True
         self._lock.release()
 
-    def poll(self, seconds: float) -> None:
-        """Wait without falling asleep, for what will be over in a moment."""
-        deadline = perf_counter() + seconds
-        while not self._is_set and perf_counter() < deadline:
-            time.sleep(0)  # lets other threads run
-
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
         deadline = perf_counter() + timeout
@@ -112,16 +106,9 @@ class Move:
             for s in stripes
         ]
         self._parts_left = len(self._parts)
-        self._finished: MoveState | None = None
+        #: How it ended.
+        self.state: MoveState | None = None
         self._lock = threading.Lock()
-
-    @property
-    def state(self) -> MoveState:
-        """How far it is."""
-        if self._finished is not None:
-            return self._finished
-        begun = any(part.state is not MoveState.QUEUED for _, part in self._parts)
-        return MoveState.RUNNING if begun else MoveState.QUEUED
 
     def submit(self) -> None:
         """Queue it on all of its paths; returns at once."""
@@ -133,8 +120,9 @@ class Move:
         """Run queued blocks on the calling thread, which is about to wait for the move."""
         while not self.ended.is_set() and any(queue.run_queued() for queue, _ in self._parts):
             pass
-        if self.nbytes <= SMALL_BYTES:
-            self.ended.poll(_POLL_SECONDS)
+        deadline = perf_counter() + (_POLL_SECONDS if self.nbytes <= SMALL_BYTES else 0.0)
+        while not self.ended.is_set() and perf_counter() < deadline:
+            time.sleep(0)  # lets other threads run
 
     def raise_priority(self) -> None:
         """Let its queued blocks, which are needed now, overtake others."""
@@ -150,7 +138,7 @@ class Move:
     def fail(self, error: BaseException) -> None:
         """Turn an ended move into a failed one, for an `on_end` that fails."""
         self.error = error
-        self._finished = MoveState.FAILED
+        self.state = MoveState.FAILED
 
     def unfinished_paths(self) -> str:
         """The paths that it still waits for."""
@@ -170,11 +158,11 @@ class Move:
 
     def _end(self) -> None:
         if self.error is not None:
-            self._finished = MoveState.FAILED
+            self.state = MoveState.FAILED
         elif any(part.state is MoveState.CANCELLED for _, part in self._parts):
-            self._finished = MoveState.CANCELLED
+            self.state = MoveState.CANCELLED
         else:
-            self._finished = MoveState.DONE
+            self.state = MoveState.DONE
         self.finished_at = perf_counter()
         on_end = self.on_end
         # Parts and move refer to each other: what it held must not wait for a garbage collection.
