@@ -12,7 +12,6 @@ Ctrl-C cannot leave a plain lock in a plain `with` locked. It can leave a condit
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -142,9 +141,8 @@ class TicketRegistry:
 
     def release_written(self) -> None:
         """Free the memory of written tickets: I/O threads would take the time of computations."""
-        while self._written_payloads:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                self._written_payloads.popleft()
+        if self._written_payloads:
+            self._written_payloads.clear()
 
     def free_dropped(self) -> None:
         """Free the entries of dropped tickets if the lock is free; otherwise its holder will."""

@@ -111,10 +111,10 @@ class PathTier(Tier):
         self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None
     ) -> None:
         self._quotas = quotas or {}
-        shared = {quota for queue, quota in self._quotas.items() if queue in queues}
-        single = [queue.region for queue in queues if queue not in self._quotas]
-        alone = (region.capacity for region in single if isinstance(region, Region))
-        super().__init__(name, sum(quota.capacity for quota in shared) + sum(alone))
+        # What limits each path: a quota that it shares with others, or its region.
+        limits = {self._quotas.get(queue, queue.region) for queue in queues}
+        capacities = (limit.capacity for limit in limits if isinstance(limit, Quota | Region))
+        super().__init__(name, sum(capacities))
         self.queues = tuple(queues)
         self.regions = [q.region for q in self.queues if isinstance(q.region, Region)]
         # A checksum is computed by the host, which cannot read device memory.

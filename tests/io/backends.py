@@ -14,7 +14,7 @@ from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.io.queues.request_queue import MoveState, Priority
+from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import Extent, Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
@@ -107,10 +107,6 @@ def submit(*args: Any, **options: Any) -> Move:
     move = make_move(*args, **options)
     move.submit()
     return move
-
-
-def state_of(move: Move) -> MoveState:
-    return move._parts[0][1].state
 
 
 class SimulatedBackend(Backend):

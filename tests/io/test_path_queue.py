@@ -11,7 +11,7 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES, round_up
-from tests.io.backends import ManualBackend, make_move, state_of, submit
+from tests.io.backends import ManualBackend, make_move, submit
 
 
 def order(backend):
@@ -118,7 +118,7 @@ def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(plain):
     moves[2].cancel()
     backend.complete()
     backend.complete(OSError("bad"))
-    assert state_of(moves[3]) is MoveState.RUNNING
+    assert moves[3]._parts[0][1].state is MoveState.RUNNING
     assert len(backend.together) == 2, "the slot is taken until all are over"
     backend.complete_all()
     assert backend.together[2:] == [[9]]
