@@ -15,38 +15,30 @@ step. A slab stays registered until the budget needs its memory for something el
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import os
 import sys
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from offload_strategy.host_memory.buffers import HostBuffer, Lent, map_private
+from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: What memory is taken and given back by: a huge page of most systems.
 BLOCK_BYTES = 2 * MiB
-#: Address space for each byte that may be held: with room to spare, ranges that are lent for long
-#: do not stand in the way of large ones. Addresses cost nothing.
+#: Addresses, which cost nothing, for each byte that may be held: with room to spare, ranges that
+#: are lent for long do not stand in the way of large ones.
 _ADDRESSES = 2
 #: Bytes of a slab: a share of the budget within these bounds, or one larger request.
 _SHARE = 16
 _LEAST_BYTES, _MOST_BYTES = 1 * MiB, 256 * MiB
-#: Of /proc/sys/vm/overcommit_memory: addresses count as memory.
-_STRICT = "2"
 
 
 def can_be_used() -> bool:
     """Whether this system takes idle memory back at once, and does not count mere addresses."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
-        return False
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != _STRICT
+        policy = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
+        return sys.platform == "linux" and policy != "2"  # where mere addresses count
     return False
 
 
@@ -55,39 +47,27 @@ class FreeRanges:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._begins = [0]
-        self._ends = [size]
+        self._ranges = [(0, size)]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._begins, self._ends, strict=True)
+        return iter(self._ranges)
 
     def take(self, begin: int, size: int) -> None:
         """Take a part of a free range out of it."""
-        end, run = begin + size, bisect_left(self._ends, begin + size)
-        low, high = self._begins[run], self._ends[run]
-        if low < begin and end < high:
-            self._begins.insert(run + 1, end)
-            self._ends.insert(run, begin)
-        elif low < begin:
-            self._ends[run] = begin
-        elif end < high:
-            self._begins[run] = end
-        else:
-            del self._begins[run], self._ends[run]
+        at = bisect_right(self._ranges, (begin, self.size)) - 1
+        low, high = self._ranges[at]
+        around = [(low, begin), (begin + size, high)]
+        self._ranges[at : at + 1] = [part for part in around if part[0] < part[1]]
 
     def take_back(self, begin: int, size: int) -> None:
         """Free a range; neighbours become one range again."""
-        end, after = begin + size, bisect_left(self._begins, begin)
-        joins_next = after < len(self._begins) and self._begins[after] == end
-        if after > 0 and self._ends[after - 1] == begin:
-            self._ends[after - 1] = end
-            if joins_next:
-                del self._begins[after], self._ends[after - 1]
-        elif joins_next:
-            self._begins[after] = begin
-        else:
-            self._begins.insert(after, begin)
-            self._ends.insert(after, end)
+        end, at = begin + size, bisect_right(self._ranges, (begin, self.size))
+        if at < len(self._ranges) and self._ranges[at][0] == end:
+            end = self._ranges.pop(at)[1]
+        if at > 0 and self._ranges[at - 1][1] == begin:
+            at -= 1
+            begin = self._ranges.pop(at)[0]
+        self._ranges.insert(at, (begin, end))
 
 
 class Arena:
@@ -95,10 +75,8 @@ class Arena:
 
     def __init__(self, budget: int) -> None:
         size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
-        self._memory = map_private(size + BLOCK_BYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._first = -address % BLOCK_BYTES
-        self._pid = os.getpid()
+        self._memory = HostBuffer(size + BLOCK_BYTES)
+        self._first = -self._memory.address % BLOCK_BYTES
         self._free = FreeRanges(size)
         # A byte for each block up to the last that was ever used: whether there is memory behind.
         self._there = bytearray()
@@ -111,10 +89,9 @@ class Arena:
         `held_bytes` may grow, idle memory elsewhere goes back to the system. None without enough.
         """
         size = round_up(nbytes, PAGE_BYTES)
-        best = min(self._places(size), default=None)
-        if best is None:
+        fresh, begin = min(self._places(size), default=(0, None))
+        if begin is None:
             return None
-        fresh, begin = best
         self._free.take(begin, size)
         missing = fresh - room
         if missing > 0:
@@ -122,15 +99,16 @@ class Arena:
                 self._free.take_back(begin, size)
                 return None
             self.give_up(missing)
-        self._count(begin, size)
-        exporter = (ctypes.c_char * nbytes).from_buffer(self._memory, self._first + begin)
-        tensor = torch.frombuffer(exporter, dtype=torch.uint8)
-        return Lent(tensor, exporter, size, partial(self._free.take_back, begin, size))
+        first, last = _touched(begin, size)
+        self._there.extend(bytes(max(0, last - len(self._there))))
+        self.held_bytes += self._fresh(begin, size)
+        self._there[first:last] = b"\1" * (last - first)
+        loan = self._memory.acquire(nbytes, self._first + begin)
+        return Lent(*loan, size, partial(self._free.take_back, begin, size))
 
     def idle_bytes(self) -> int:
         """Memory that can go back to the system."""
-        blocks = self._idle_blocks()
-        return sum(self._there.count(1, first, after) for first, after in blocks) * BLOCK_BYTES
+        return sum(self._there.count(1, *blocks) for blocks in self._idle_blocks()) * BLOCK_BYTES
 
     def give_up(self, nbytes: int) -> None:
         """Give back so many bytes of idle memory, highest addresses first."""
@@ -142,7 +120,6 @@ class Arena:
                     self._give_back(block)
                     nbytes -= BLOCK_BYTES
 
-    # ------------------------------------------------------------------ ranges
     def _places(self, size: int) -> list[tuple[int, int]]:
         """Where a range may begin, each with the bytes of memory that would be fresh."""
         places = []
@@ -157,28 +134,16 @@ class Arena:
         first, last = _touched(begin, size)
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
-    def _count(self, begin: int, size: int) -> None:
-        """Count the memory behind a range, which will be there from now on."""
-        first, last = _touched(begin, size)
-        self._there.extend(bytes(max(0, last - len(self._there))))
-        self.held_bytes += self._fresh(begin, size)
-        self._there[first:last] = b"\1" * (last - first)
-
-    # ------------------------------------------------------------------ memory
     def _idle_blocks(self) -> list[tuple[int, int]]:
         """Blocks of which nothing is lent, as ranges of numbers."""
         most = len(self._there)
-        ranges = [
-            (-(-low // BLOCK_BYTES), min(high // BLOCK_BYTES, most)) for low, high in self._free
-        ]
-        return [(first, after) for first, after in ranges if first < after]
+        ranges = ((-(-low // BLOCK_BYTES), high // BLOCK_BYTES) for low, high in self._free)
+        return [(first, min(after, most)) for first, after in ranges if first < min(after, most)]
 
     def _give_back(self, block: int) -> None:
         self._there[block] = 0
         self.held_bytes -= BLOCK_BYTES
-        if os.getpid() == self._pid:  # in a forked child, something else may be there
-            start = self._first + block * BLOCK_BYTES
-            self._memory.madvise(mmap.MADV_DONTNEED, start, BLOCK_BYTES)
+        self._memory.give_back(self._first + block * BLOCK_BYTES, BLOCK_BYTES)
 
 
 def _touched(begin: int, size: int) -> tuple[int, int]:
@@ -217,8 +182,8 @@ class PinnedSlabs:
             return None
         free.take(begin, size)
         self.lent_bytes += size
-        tensor, exporter = slab.acquire(nbytes, begin)
-        return Lent(tensor, exporter, size, partial(self._take_back, free, begin, size))
+        loan = slab.acquire(nbytes, begin)
+        return Lent(*loan, size, partial(self._take_back, free, begin, size))
 
     def _take_back(self, free: FreeRanges, begin: int, nbytes: int) -> None:
         free.take_back(begin, nbytes)

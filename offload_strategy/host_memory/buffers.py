@@ -73,7 +73,13 @@ class HostBuffer:
     ) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
         """Return a flat uint8 tensor from `begin` on, and the exporter of its storage."""
         exporter = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory, begin)
-        return torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes], exporter
+        tensor = torch.frombuffer(exporter, dtype=torch.uint8)
+        return tensor if nbytes else tensor[:0], exporter
+
+    def give_back(self, begin: int, nbytes: int) -> None:
+        """Return a part of the memory to the system, which fills it with zeros at its next use."""
+        if os.getpid() == self._pid:  # in a forked child, something else may be there
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
     def release(self) -> None:
         """Return the memory to the system. The buffer must not be lent. Idempotent."""

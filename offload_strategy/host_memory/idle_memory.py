@@ -20,6 +20,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
 from timeit import default_timer as perf_counter
 
 from offload_strategy.host_memory.c_allocator import freed_memory
@@ -27,7 +29,7 @@ from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
-#: A measurement takes some ten microseconds; more frequent ones are of no use.
+#: More frequent measurements are of no use.
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides.
@@ -39,18 +41,22 @@ _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process, or None if the system cannot tell at once."""
+def _open_figures() -> FileIO:
+    return FileIO(os.open("/proc/self/statm", os.O_RDONLY))
+
+
+def resident_bytes(figures: FileIO | None = None) -> int | None:
+    """Return the resident memory of this process, or None if the system cannot tell at once.
+
+    It is read from `figures` if they are open already; to open them takes several times as long.
+    """
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return int(os.read(file, 128).split()[1]) * PAGE_BYTES
+        if figures is None:
+            with _open_figures() as figures:
+                return resident_bytes(figures)
+        return int(os.pread(figures.fileno(), 128, 0).split()[1]) * PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return None
-    finally:
-        os.close(file)
 
 
 class TrimmingNearLimit:
@@ -84,7 +90,7 @@ class TrimmingNearLimit:
 
 
 class IdleLimit:
-    """How much idle memory would raise the peak of the process."""
+    """How much idle memory would raise the peak of the process; the pool's lock guards it."""
 
     def __init__(self) -> None:
         # Of each pass: the peak of what was needed, and its largest growth between two
@@ -100,10 +106,18 @@ class IdleLimit:
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
+        self._figures: FileIO | None = None
+        with suppress(OSError):
+            self._figures = _open_figures()
+
+    def close(self) -> None:
+        """Close the file of measurements: the system tells no memory any more."""
+        if self._figures is not None:
+            self._figures.close()
 
     def pass_begins(self) -> bool:
         """Start a pass, once before buffers are acquired; False if the system tells no memory."""
-        if resident_bytes() is None:
+        if resident_bytes(self._figures) is None:
             return False
         if not self._in_forward:
             self.passes.append((self._need, self._growth))
@@ -119,7 +133,7 @@ class IdleLimit:
         if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0
         self._look_at = now + _LOOK_SECONDS
-        idle, resident = idle_bytes(), resident_bytes()
+        idle, resident = idle_bytes(), resident_bytes(self._figures)
         if resident is None:
             return 0
         need, latest = resident - idle - self.waiting, self._latest
@@ -134,7 +148,7 @@ class IdleLimit:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may wait in memory."""
-        resident = resident_bytes()
+        resident = resident_bytes(self._figures)
         if resident is None:
             return False
         in_use = resident - freed_memory.nbytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,12 +92,10 @@ class PeakMeter:
         """Bytes at most since `reset_peak`."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.peak_allocated_bytes(self._device)
-        try:
+        with suppress(OSError):
             for line in (self._proc / "status").read_text().splitlines() if self.resets else ():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
-        except OSError:
-            pass
         return self.used_bytes()
 
     def used_bytes(self) -> int:

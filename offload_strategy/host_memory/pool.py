@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,7 +68,9 @@ class BufferPool:
         self._apart = self._lent = self._requested = self._peak = 0
         self._slabs = PinnedSlabs(budget)
         self._arena: Arena | None = None
-        self._has_arena = can_be_used()
+        # Without address space for it, there is none.
+        with suppress(OffloadError, OverflowError, ValueError):
+            self._arena = Arena(budget) if can_be_used() else None
         # Limit of `keep_idle`; without it the default, and the bytes in addition to it.
         self._scarce: int | None = None
         self._beyond = 0
@@ -95,30 +98,25 @@ class BufferPool:
 
     def pass_begins(self) -> None:
         """Unmap idle memory that would raise the peak of a forward pass, which starts now."""
-        self._limit.process_bytes = self._process_limit()
-        if self._limit.pass_begins():
-            self.look()
-        else:
-            self.trim()
+        process_bytes = self._process_limit()
+        with self._lock:
+            self._limit.process_bytes = process_bytes
+            if self._limit.pass_begins():
+                self._look()
+            else:
+                self._collect()
+                self._trim(self.budget, 0)
 
-    def look(self, *, acquires: bool = False) -> None:
+    def look(self) -> None:
         """Unmap idle memory if it would raise the peak; see [Note: idle memory and peaks]."""
-        excess = self._limit.excess(self.idle_bytes, acquires=acquires)
-        if excess and (idle := self.idle_bytes()):
-            self.trim(idle - excess)
+        with self._lock:
+            self._look()
 
     def trim(self, keep: int = 0) -> None:
         """Unmap idle memory but for `keep` bytes and pinned slabs."""
         with self._lock:
             self._collect()
             self._trim(self.budget, keep)
-
-    def idle_bytes(self) -> int:
-        """Return the bytes of idle memory that `trim` can unmap."""
-        with self._lock:
-            self._collect()
-            in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-            return in_arena + self._idle_buffers_bytes()
 
     # ------------------------------------------------------------------ buffers
     def acquire(
@@ -130,20 +128,19 @@ class BufferPool:
         undefined. Copies between `pinned` memory and a device are asynchronous. `beyond_budget` is
         for a computation that would otherwise wait for ever.
         """
-        if self._limit.passes and not pinned:  # pinned memory stays
-            self.look(acquires=True)
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
+            if not pinned:  # pinned memory stays
+                self._look(acquires=True)
             if self._returned:
                 self._collect()
             lent: Lent | None = None
             if pinned:
                 lent = self._lend_part(self._slabs, nbytes, size, beyond_budget=beyond_budget)
-            else:
-                if (arena := self._arena_for(size)) is not None:
-                    lent = self._lend_part(arena, nbytes, size)
-                if lent is None:
-                    lent = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
+            elif self._arena is not None and size >= _LARGE_BYTES:
+                lent = self._lend_part(self._arena, nbytes, size)
+            if lent is None and not pinned:
+                lent = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
             if lent is None:
                 return None
             self._peak = max(self._peak, self._held)
@@ -158,7 +155,7 @@ class BufferPool:
         """Whether what may wait elsewhere can stay in memory; see [Note: idle memory and peaks]."""
         with self._lock:
             self._collect()
-        return self._limit.has_room(nbytes)
+            return self._limit.has_room(nbytes)
 
     def count_waiting(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor outside of the budget that stays in memory because it `may_wait`."""
@@ -186,6 +183,7 @@ class BufferPool:
             # From now on only the tensors own their memory.
             self._loans.clear()
             self._limit.waiting = 0
+            self._limit.close()
             self._arena = None
             self._apart = self._lent = self._requested = 0
 
@@ -198,16 +196,16 @@ class BufferPool:
         in_arena = 0 if self._arena is None else self._arena.held_bytes
         return self._apart + self._slabs.held_bytes + in_arena
 
-    def _arena_for(self, size: int) -> Arena | None:
-        """Return the arena for a large request, if the system allows one."""
-        if size < _LARGE_BYTES:
-            return None
-        if self._arena is None and self._has_arena:
-            try:
-                self._arena = Arena(self.budget)
-            except (OffloadError, OverflowError, ValueError):  # there is no address space for it
-                self._has_arena = False
-        return self._arena
+    def _look(self, *, acquires: bool = False) -> None:
+        excess = self._limit.excess(self._idle_bytes, acquires=acquires)
+        if excess and (idle := self._idle_bytes()):
+            self._trim(self.budget, idle - excess)
+
+    def _idle_bytes(self) -> int:
+        """Return the bytes of idle memory that `trim` can unmap."""
+        self._collect()
+        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+        return in_arena + self._idle_buffers_bytes()
 
     def _lend_part(
         self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
@@ -256,29 +254,24 @@ class BufferPool:
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Unmap idle memory until both limits hold: buffers, then the arena."""
+        """Unmap idle memory until both limits hold: buffers, then the arena, then slabs."""
         slabs = self._slabs
         idle = self._held - self._lent - (slabs.held_bytes - slabs.lent_bytes)
         if self._held <= held_at_most and idle <= idle_at_most:
             return
-        arena = self._arena
-        in_arena = 0 if arena is None else arena.idle_bytes()
-        self._unmap(held_at_most, idle_at_most - in_arena)
-        if arena is not None:
-            arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
+        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+        idle = in_arena + self._idle_buffers_bytes()
+        while self._idle and (self._held > held_at_most or idle > idle_at_most):
+            size, buffers = next(iter(self._idle.items()))
+            if buffers:
+                buffers.pop().release()
+                self._apart -= size
+                idle -= size
+            else:
+                del self._idle[size]
+        if self._arena is not None:
+            self._arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
         slabs.give_up(self._held - held_at_most)
 
     def _idle_buffers_bytes(self) -> int:
         return sum(size * len(buffers) for size, buffers in self._idle.items())
-
-    def _unmap(self, held_at_most: int, idle_at_most: int) -> None:
-        idle = self._idle_buffers_bytes()
-        for size in list(self._idle):
-            buffers = self._idle[size]
-            while buffers:
-                if self._held <= held_at_most and idle <= idle_at_most:
-                    return
-                buffers.pop().release()
-                self._apart -= size
-                idle -= size
-            del self._idle[size]

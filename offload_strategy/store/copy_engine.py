@@ -15,28 +15,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
-from offload_strategy.store.ticket import (
-    Arrival,
-    CopyOut,
-    DeviceCopy,
-    Entry,
-    SourceWindow,
-    TicketState,
+from offload_strategy.io.queues.moves import Move
+from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, TicketState
+from offload_strategy.torch_support.accelerator import (
+    ReleaseWindow,
+    current_stream,
+    is_asynchronous,
+    using_stream,
 )
-from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous, using_stream
 from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
-
-#: Copies to the device, the event at their end, and the buffers that they read.
-_Loads = tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]
 
 
 class CopyEngine:
@@ -49,16 +45,15 @@ class CopyEngine:
         self._largest = 0
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
-        self._windows: dict[int, SourceWindow] = {}
+        self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
         self._released: deque[CopyOut] = deque()
-        self._loads: deque[_Loads] = deque()
+        # Copies to the device, the event at their end, and the buffers that they read.
+        self._loads: deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]
+        self._loads = deque()
         # Waits for events, in order.
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         # The streams of copies out and in, by compute stream.
         self._streams: dict[int, tuple[torch.Stream, torch.Stream]] = {}
-
-    def _compute(self) -> torch.Stream:
-        return current_stream(self.device)
 
     def _copying(self, compute: torch.Stream) -> tuple[torch.Stream, torch.Stream]:
         """Return the streams of copies out and in for a compute stream.
@@ -85,7 +80,7 @@ class CopyEngine:
                 host.copy_(source)
                 entry.source = None
             return
-        compute = self._compute() if compute is None else compute
+        compute = compute or current_stream(self.device)
         outgoing, _ = self._copying(compute)
         outgoing.wait_event(compute.record_event())
         with using_stream(outgoing):
@@ -98,17 +93,16 @@ class CopyEngine:
             source.record_stream(compute)
         sizes = [entry.nbytes for entry in entries]
         with self._lock:
-            window = self._windows.get(compute.stream_id)
-            if window is None:
-                window = self._windows[compute.stream_id] = SourceWindow(compute)
+            window = self._windows.setdefault(compute.stream_id, ReleaseWindow(compute))
             for entry in entries:
-                entry.copied, entry.window = done, window
+                entry.copied = done
             window.add(done, sum(sizes), CopyOut(entries, hosts, done))
             self._largest = max(self._largest, *sizes)
             self._drop_sources(window.release(max(_WINDOW_BYTES, 2 * self._largest)))
 
-    def _window(self) -> SourceWindow | None:
-        return self._windows.get(self._compute().stream_id) if self.asynchronous else None
+    def _window(self) -> ReleaseWindow[CopyOut] | None:
+        """Return the window of this thread's stream, if anything was copied from there."""
+        return self._windows.get(current_stream(self.device).stream_id) if self._windows else None
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
@@ -127,14 +121,13 @@ class CopyEngine:
         with self._lock:
             while self._loads and self._loads[0][0].query():
                 self._loads.popleft()
-            for stream, window in self._windows.items():
+            for window in self._windows.values():
                 self._drop_sources(window.release_unused())
-                if window.has_freed and stream == self._compute().stream_id:
-                    window.has_freed = False
-                    entries = itertools.chain.from_iterable(copy.entries for copy in window)
-                    if any(entry.state is TicketState.FREED for entry in entries):
-                        # Backward has used these: nobody else will ever ask for their memory.
-                        self._drop_sources(window.release())
+            if (window_here := self._window()) is not None:
+                entries = itertools.chain.from_iterable(copy.entries for copy in window_here)
+                if any(entry.state is TicketState.FREED for entry in entries):
+                    # Backward has used these: nobody else will ever ask for their memory.
+                    self._drop_sources(window_here.release())
             while self._released and self._released[0].done.query():
                 for entry in self._released.popleft().entries:
                     entry.copied = None
@@ -142,7 +135,7 @@ class CopyEngine:
     def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
         for copy in copies:
             for entry in copy.entries:
-                entry.source = entry.window = None
+                entry.source = None
         self._released.extend(copies)
 
     def wait_for_oldest(self) -> bool:
@@ -160,19 +153,21 @@ class CopyEngine:
     def _copies_out(self) -> list[CopyOut]:
         return [*self._released, *(copy for window in self._windows.values() for copy in window)]
 
-    def when_copied(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
-        """Call `then`, which must not raise, on a thread at an event; `kept` lives until then."""
+    def when_copied(self, event: torch.Event, moves: Sequence[Move]) -> None:
+        """Submit moves on a thread at an event; their memory lives until then."""
+        kept = [move.keep_alive for move in moves]
 
         def when_reached(_: object = kept) -> None:
             event.synchronize()
-            then()
+            for move in moves:
+                move.submit()
 
         self._watcher.submit(when_reached)
 
     def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
         event = torch.Event(self.device, blocking=True)
-        event.record(self._compute() if compute is None else compute)
+        event.record(compute or current_stream(self.device))
         return event
 
     # ------------------------------------------------------------------ to the device
@@ -180,7 +175,7 @@ class CopyEngine:
         self, hosts: Sequence[torch.Tensor], after: Sequence[torch.Event | None]
     ) -> list[DeviceCopy]:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
-        compute, sizes = self._compute(), [host.numel() for host in hosts]
+        compute, sizes = current_stream(self.device), [host.numel() for host in hosts]
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
@@ -191,8 +186,8 @@ class CopyEngine:
                 tensor.copy_(host, non_blocking=True)
             done = torch.Event(self.device)
             done.record(incoming)
-        arrival = Arrival(done, compute.stream_id)
-        copies = [DeviceCopy(tensor, arrival) for tensor in tensors]
+        awaited_by: set[int] = set()
+        copies = [DeviceCopy(each, done, compute.stream_id, awaited_by) for each in tensors]
         with self._lock:
             # The incoming stream writes the memory until then, whoever drops the copies.
             self._loads.append((done, copies, hosts))
@@ -200,28 +195,23 @@ class CopyEngine:
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
-        compute, arrival = current_stream(self.device), copy.arrival
+        compute = current_stream(self.device)
         stream = compute.stream_id
-        if stream not in arrival.awaited_by:
-            compute.wait_event(arrival.done)
-            arrival.awaited_by.add(stream)
+        if stream not in copy.awaited_by:
+            compute.wait_event(copy.done)
+            copy.awaited_by.add(stream)
         # This stream waits for the copy: it may free the memory at any time from now on.
         tensor, copy.tensor = copy.tensor, None
         assert tensor is not None
-        if stream != arrival.allocated_by:
+        if stream != copy.allocated_by:
             tensor.record_stream(compute)
         return tensor
 
     def incoming(self, nbytes: int) -> torch.Tensor:
-        """Return device memory for a path that fills it directly; see `adopt_incoming`."""
-        _, incoming = self._copying(self._compute())
+        """Return device memory for a path that fills it directly; its user records its stream."""
+        _, incoming = self._copying(current_stream(self.device))
         with using_stream(incoming):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def adopt_incoming(self, loaded: torch.Tensor) -> torch.Tensor:
-        """Tell the allocator that the current stream uses memory of `incoming`."""
-        loaded.record_stream(self._compute())
-        return loaded
 
     def end_threads(self) -> None:
         """End the thread; it starts again on demand."""
@@ -234,7 +224,7 @@ class CopyEngine:
             for copy in self._copies_out():
                 copy.done.synchronize()
                 for entry in copy.entries:
-                    entry.source = entry.window = entry.copied = None
+                    entry.source = entry.copied = None
             for event, _, _ in self._loads:
                 event.synchronize()
             self._released.clear()

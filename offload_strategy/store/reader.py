@@ -17,6 +17,7 @@ from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.torch_support.accelerator import current_stream
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
@@ -33,16 +34,26 @@ class Reader:
     copies: CopyEngines
     recorder: Recorder
 
-    def payload_or_move(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
-        """Return the bytes if they are in memory, otherwise the load in flight, if any."""
-        with self.registry.lock:
-            self.registry.check_alive(entry)
-            if entry.state is TicketState.LOADING:
-                return None, entry.move
-            payload = entry.payload if entry.source is None else entry.source
-            if payload is not None and entry.state is TicketState.WRITING:
-                self.recorder.forwarded(entry.client, entry.nbytes)
-            return payload, None
+    def payload(self, entry: Entry) -> torch.Tensor:
+        """Return the bytes, loaded if necessary; raise StorageError if that failed."""
+        while True:
+            with self.registry.lock:
+                self.registry.check_alive(entry)
+                move = entry.move if entry.state is TicketState.LOADING else None
+                payload = entry.payload if entry.source is None else entry.source
+                if payload is not None:
+                    if entry.state is TicketState.WRITING:
+                        self.recorder.forwarded(entry.client, entry.nbytes)
+                    return payload
+            move = move or self.load(entry, Priority.NEEDED_NOW)
+            # A load that has ended already must be awaited, too: it may have failed.
+            if move is not None:
+                begin = perf_counter()
+                move.raise_priority()
+                self.wait(entry, move)
+                self.recorder.stalled(entry.client, begin, reading=True)
+                if move.state is MoveState.FAILED:
+                    raise reports.failed(entry, move)
 
     def load(self, entry: Entry, priority: Priority) -> Move | None:
         """Start to load a stored entry; return None if it is not stored, or memory is missing."""
@@ -68,21 +79,12 @@ class Reader:
                     priority=priority,
                     keep_alive=memory,
                     one_block_at_a_time=entry.one_block_at_a_time,
-                    whole_pages=memory.device.type == "cpu",  # buffers there are whole pages
+                    whole_pages=memory.is_cpu,  # buffers there are whole pages
                     on_end=partial(self._ended, entry, memory),
                 )
                 self.registry.moving.add(entry)
             move.submit()
         return move
-
-    def await_load(self, entry: Entry, move: Move) -> None:
-        """Wait for a load that is needed now; raise StorageError if it failed."""
-        begin = perf_counter()
-        move.raise_priority()
-        self.wait(entry, move)
-        self.recorder.stalled(entry.client, begin, reading=True)
-        if move.state is MoveState.FAILED:
-            raise reports.failed(entry, move)
 
     def wait(self, entry: Entry, move: Move) -> None:
         """Wait for the end of a transfer, with warnings if a path does not answer."""
@@ -126,7 +128,8 @@ class Reader:
             return payload, True
         engine = self.copies[entry.device]
         if payload.device.type != "cpu":
-            return engine.adopt_incoming(payload), True
+            payload.record_stream(current_stream(entry.device))
+            return payload, True
         if not engine.asynchronous:
             return payload.to(entry.device), False
         [loaded] = engine.load([payload], [entry.copied])
@@ -156,13 +159,11 @@ class Reader:
             entry.move = None
             if entry.state is TicketState.FREED:
                 self.registry.forget(entry)
+            elif payload is not None:
+                self.registry.loaded(entry, payload)
             else:
                 entry.state = TicketState.STORED
-                if payload is not None:
-                    entry.payload = payload
-                    self.registry.loaded(entry)
-                else:
-                    self.registry.lost_copies += 1
+                self.registry.lost_copies += 1
         self.registry.free_dropped()
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.queues.moves import Stripe
+from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import ExternalFile
@@ -181,15 +181,7 @@ class TensorStore:
         staged, entry.staged = entry.staged, None
         if staged is not None:
             return self.copies[entry.device].adopt(staged), False
-        while True:
-            payload, move = self._reader.payload_or_move(entry)
-            if payload is not None:
-                return self._reader.on_device(entry, payload)
-            if move is None:
-                move = self._reader.load(entry, Priority.NEEDED_NOW)
-            # A load that has ended already must be awaited, too: it may have failed.
-            if move is not None:
-                self._reader.await_load(entry, move)
+        return self._reader.on_device(entry, self._reader.payload(entry))
 
     def private(self, ticket: Ticket) -> torch.Tensor:
         """Return bytes that the caller may change: a copy, or what was loaded from a path."""
@@ -211,32 +203,27 @@ class TensorStore:
 
     def writable(self, ticket: Ticket) -> torch.Tensor:
         """Return the bytes as `take` does; free the ticket before changing them."""
-        entry = ticket.entry
-        with self._registry.lock:
-            self._registry.check_alive(entry)
-            writing = entry.move if entry.state is TicketState.WRITING else None
-        if writing is not None:
-            # Nobody will read what is being written: cancel it, and use the bytes in memory.
-            writing.cancel()
-            self._reader.wait(entry, writing)
+        self._registry.check_alive(ticket.entry)
+        # Nobody will read what is being written: the bytes in memory are used.
+        if (writing := self.cancel_write(ticket)) is not None:
+            self._reader.wait(ticket.entry, writing)
         return self.get(ticket)
 
     # ------------------------------------------------------------------ freeing
-    def cancel_write(self, ticket: Ticket) -> None:
-        """Cancel a write in flight, so that the bytes stay in memory; does not wait."""
+    def cancel_write(self, ticket: Ticket) -> Move | None:
+        """Cancel a write in flight, so that the bytes stay in memory; return it, without a wait."""
         entry = ticket.entry
         with self._registry.lock:
             move = entry.move if entry.state is TicketState.WRITING else None
         if move is not None:
             move.cancel()
+        return move
 
     def evict(self, ticket: Ticket) -> None:
         """Free the copy in memory of a ticket that is stored on a path."""
-        entry = ticket.entry
-        if entry.is_copy:
-            with self._registry.lock:
-                if entry.is_copy:
-                    self._registry.stored(entry)
+        with self._registry.lock:
+            if ticket.entry.is_copy:
+                self._registry.stored(ticket.entry)
 
     def free(self, ticket: Ticket) -> None:
         """Free a ticket in any state."""

@@ -19,7 +19,7 @@ A ticket is written once, read any number of times, then freed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -27,19 +27,9 @@ import torch
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
-from offload_strategy.torch_support.accelerator import ReleaseWindow
 
 #: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
 ALIGNMENT_BYTES = 64
-
-
-@dataclass(eq=False, slots=True)
-class Arrival:
-    """The end of copies to a device, the stream of their memory, and who waits for that end."""
-
-    done: torch.Event
-    allocated_by: int
-    awaited_by: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +37,11 @@ class DeviceCopy:
     """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
 
     tensor: torch.Tensor | None
-    arrival: Arrival
+    #: The end of this copy and of those that were launched with it.
+    done: torch.Event
+    #: The stream of their memory, and the streams that wait for the end.
+    allocated_by: int
+    awaited_by: set[int]
 
 
 class TicketState(Enum):
@@ -63,9 +57,8 @@ class TicketState(Enum):
 class Tier:
     """A place for tickets, see `store.tiers`; users of the same paths share its `capacity`."""
 
-    #: Whether tickets stay in host memory here.
+    #: Whether tickets stay in host memory here, or in the memory of the device that made them.
     is_host_memory = False
-    #: Whether tickets stay in the memory of the device that made them.
     is_own_device = False
     #: The tier's paths and their regions; none for host memory.
     queues: tuple[PathQueue, ...] = ()
@@ -107,11 +100,10 @@ class Entry:
     #: Where it may go when it has to leave a host tier.
     lower: Sequence[Tier] = ()
     state: TicketState = TicketState.IN_MEMORY
-    #: Flat uint8 tensor with the bytes, where a copy is in memory.
+    #: The bytes, where a copy is in memory.
     payload: torch.Tensor | None = None
-    #: The device tensor that a copy to the host still reads, where it counts, and the copy's end.
+    #: The device tensor that a copy to the host still reads, and the copy's end.
     source: torch.Tensor | None = None
-    window: SourceWindow | None = None
     copied: torch.Event | None = None
     #: A copy on its way to the device, for the next `TensorStore.get`.
     staged: DeviceCopy | None = None
@@ -150,13 +142,6 @@ class CopyOut:
     entries: Sequence[Entry]
     hosts: Sequence[torch.Tensor]
     done: torch.Event
-
-
-class SourceWindow(ReleaseWindow[CopyOut]):
-    """The sources of copies to the host that belong to one compute stream."""
-
-    #: Whether the ticket of one of them was freed.
-    has_freed = False
 
 
 class Ticket:

@@ -12,7 +12,6 @@ Ctrl-C cannot leave a plain lock in a plain `with` locked. It can leave a condit
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -85,9 +84,9 @@ class TicketRegistry:
         entry.payload = None
         self._copies.pop(entry, None)
 
-    def loaded(self, entry: Entry) -> None:
+    def loaded(self, entry: Entry, payload: torch.Tensor) -> None:
         """Mark an entry as in memory and on paths."""
-        entry.state = TicketState.IN_MEMORY
+        entry.state, entry.payload = TicketState.IN_MEMORY, payload
         self._copies[entry] = None
 
     def drop_copy(self) -> bool:
@@ -142,9 +141,8 @@ class TicketRegistry:
 
     def release_written(self) -> None:
         """Free the memory of written tickets: I/O threads would take the time of computations."""
-        while self._written_payloads:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                self._written_payloads.popleft()
+        if self._written_payloads:
+            self._written_payloads.clear()
 
     def free_dropped(self) -> None:
         """Free the entries of dropped tickets if the lock is free; otherwise its holder will."""
@@ -176,8 +174,6 @@ class TicketRegistry:
             return None
         entry.state = TicketState.FREED
         entry.payload = entry.staged = None
-        if entry.window is not None:
-            entry.window.has_freed = True
         self._copies.pop(entry, None)
         if entry.move is not None:
             return entry.move  # the end of the transfer releases it

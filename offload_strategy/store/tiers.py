@@ -111,10 +111,10 @@ class PathTier(Tier):
         self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None
     ) -> None:
         self._quotas = quotas or {}
-        shared = {quota for queue, quota in self._quotas.items() if queue in queues}
-        single = [queue.region for queue in queues if queue not in self._quotas]
-        alone = (region.capacity for region in single if isinstance(region, Region))
-        super().__init__(name, sum(quota.capacity for quota in shared) + sum(alone))
+        # What limits each path: a quota that it shares with others, or its region.
+        limits = {self._quotas.get(queue, queue.region) for queue in queues}
+        capacities = (limit.capacity for limit in limits if isinstance(limit, Quota | Region))
+        super().__init__(name, sum(capacities))
         self.queues = tuple(queues)
         self.regions = [q.region for q in self.queues if isinstance(q.region, Region)]
         # A checksum is computed by the host, which cannot read device memory.
@@ -192,6 +192,7 @@ class PathTier(Tier):
 
     def _free(self, stripes: Sequence[Stripe]) -> None:
         for stripe in stripes:
+            assert isinstance(stripe.queue.region, Region)
             stripe.queue.region.free(stripe.extent)
             self._live[stripe.queue] -= stripe.nbytes
             if (quota := self._quotas.get(stripe.queue)) is not None:

@@ -205,12 +205,12 @@ class Writer:
                 waiting.setdefault(copied, []).append(move)
         for copied, moves in waiting.items():
             # The path's own time must not include the wait for the device.
-            kept = [move.keep_alive for move in moves]
-            self.copies[entries[0].device].when_copied(copied, kept, partial(_submit, moves))
+            self.copies[entries[0].device].when_copied(copied, moves)
 
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
-        move = Move(
+        entry.state = TicketState.WRITING
+        entry.move = Move(
             client=entry.client,
             direction=Direction.WRITE,
             stripes=entry.stripes,
@@ -221,7 +221,6 @@ class Writer:
             one_block_at_a_time=entry.one_block_at_a_time,
             on_end=partial(self._ended, entry),
         )
-        entry.state, entry.move = TicketState.WRITING, move
         self.registry.writing_bytes += entry.nbytes
         self.registry.writing_bytes_of[entry.client] += entry.nbytes
         self.registry.moving.add(entry)
@@ -252,11 +251,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as flat uint8."""
     flat = tensor if tensor.ndim == 1 else tensor.detach().view(-1)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
-def _submit(moves: Sequence[Move]) -> None:
-    for move in moves:
-        move.submit()
 
 
 def _lead(entry: Entry, payload: torch.Tensor) -> int:

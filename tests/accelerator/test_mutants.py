@@ -164,7 +164,7 @@ MUTANTS = {
             "incoming.wait_event(compute.record_event())"
         ),
         "the computation does not wait for the copy to the device": (
-            "compute.wait_event(arrival.done)"
+            "compute.wait_event(copy.done)"
         ),
         "the end of a copy to the device is recorded before it": recorded(
             "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.store.copy_engine import CopyEngine
-from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.torch_support.accelerator import current_stream, using_stream
 from tests import training
 from tests.accelerator.support import (
     DEVICE,
@@ -46,7 +46,7 @@ def late_copies(monkeypatch):
     def late(original, direction):
         def copy(engine, *args):
             if dice.random() < 0.33:
-                with using_stream(engine._copying(engine._compute())[direction]):
+                with using_stream(engine._copying(current_stream(engine.device))[direction]):
                     sleep(dice.randrange(_CYCLES))
             return original(engine, *args)
 

@@ -22,8 +22,8 @@ class Process:
         monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: self.freed)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
 
-    def resident(self):
-        resident = self.rest + self.pool.usage().held_bytes
+    def resident(self, *_):
+        resident = self.rest + self.pool._held
         self.peak = max(self.peak, resident)
         return resident
 
@@ -113,7 +113,7 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch):
         peaks.append(max(process.passes(6, **sizes)))
         process.pool.pass_begins()
         process.rest = _OTHER + 300 * MiB
-        process.pool.look(acquires=True)  # forward is over
+        process.pool._look(acquires=True)  # forward is over
         held.append(process.held())
     assert peaks[1] <= peaks[0] + 24 * MiB
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
@@ -130,17 +130,17 @@ def test_told_twice_it_is_one_pass(process):
 
 def test_before_the_first_pass_nothing_is_known(process):
     acquire(process.pool, 20 * MiB)
-    process.pool.look(acquires=True)
+    process.pool._look(acquires=True)
     assert process.held() == 20 * MiB
     for _ in range(30):
         acquire(process.pool, 20 * MiB)
     process.pool.pass_begins()
-    process.pool.look(acquires=True)
+    process.pool._look(acquires=True)
     assert process.held() == 0, "what was lent before counts for nothing"
 
 
 def test_buffers_go_before_each_pass_where_the_system_does_not_tell(process, monkeypatch):
-    monkeypatch.setattr(idle, "resident_bytes", lambda: None)
+    monkeypatch.setattr(idle, "resident_bytes", lambda *_: None)
     acquire(process.pool, 20 * MiB)
     process.pool.look()
     assert process.held() == 20 * MiB

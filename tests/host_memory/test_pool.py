@@ -198,11 +198,11 @@ def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again():
     most = resident_bytes()
     assert most is not None
     del acquired
-    assert pool.idle_bytes() == 200 * MiB
+    assert pool._idle_bytes() == 200 * MiB
     assert resident_bytes() > most - 20 * MiB, "what is idle stays"
     pool.trim(keep=150 * MiB)
     assert most - 80 * MiB < resident_bytes() < most - 40 * MiB
-    assert pool.idle_bytes() == 150 * MiB
+    assert pool._idle_bytes() == 150 * MiB
     pool.trim()
     assert pool.usage().held_bytes == 0
     assert resident_bytes() < most - 180 * MiB
@@ -268,7 +268,7 @@ def test_memory_never_overlaps_and_figures_hold(budget, steps):
         assert sum(asked) <= usage.lent_bytes <= sum(asked) + spare
         assert usage.requested_bytes == sum(tensor.numel() for tensor, _ in acquired)
         assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
-        assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
+        assert 0 <= pool._idle_bytes() <= usage.held_bytes - usage.lent_bytes
         if small or not any(step[0] == "must" for step in steps[: serial + 1]):
             assert usage.held_bytes <= max(budget, usage.lent_bytes)
     begins = sorted((tensor.data_ptr(), tensor.numel()) for tensor, _ in acquired)

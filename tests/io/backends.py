@@ -27,8 +27,7 @@ class ManualBackend(Backend):
     """
 
     def __init__(self, depth: int = 1, block_size: int = PAGE_BYTES) -> None:
-        self.depth = depth
-        self.block_size = block_size
+        super().__init__(threads=depth, block_size=block_size)
         self.waiting: deque[BlockRequest] = deque()
         self.closed = False
         self.at_once = False
@@ -114,7 +113,7 @@ class SimulatedBackend(Backend):
     """A device of a given speed, on a clock that only its transfers advance; moves no bytes."""
 
     def __init__(self, read: float, write: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.depth, self.block_size = 4, 4 * MiB
+        super().__init__(threads=4, block_size=4 * MiB)
         self.now = 0.0
         self._seconds_per_byte = {False: 1 / read, True: 1 / write}
         monkeypatch.setattr(sys.modules[probe.__module__], "_clock", lambda: self.now)
@@ -123,6 +122,3 @@ class SimulatedBackend(Backend):
         (request,) = requests
         self.now += request.nbytes * self._seconds_per_byte[request.write]
         request.on_done(None)
-
-    def close(self) -> None:
-        pass

@@ -75,6 +75,7 @@ def begin(
 ) -> Outcome:
     """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
+    options.setdefault("verified", "after" in options)
     nbytes = options.pop("nbytes", memory.nbytes)
     request = BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)
     backend.submit([request])

@@ -206,7 +206,7 @@ def test_reads_wait_for_the_lock_and_writes_do_not(queue, manual, granted):
     assert len(manual.waiting) == 2, "as many as the backend takes: no read is in flight"
     manual.complete_all()
     assert writing.state is MoveState.DONE
-    assert reading.state is MoveState.QUEUED
+    assert reading._parts[0][1].state is MoveState.QUEUED
     assert granted.log == []
     grant(granted, manual, 2)
     assert reading.state is MoveState.DONE
@@ -227,7 +227,7 @@ def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
     assert first.state is MoveState.DONE, "a move that has begun is finished"
     assert granted.log == ONCE
     if not alone:
-        assert second.state is MoveState.QUEUED
+        assert second._parts[0][1].state is MoveState.QUEUED
         for _ in range(2):
             assert granted.requests.acquire(timeout=20), "requested again for the rest"
         grant(granted, manual, 1)

@@ -118,7 +118,7 @@ def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(plain):
     moves[2].cancel()
     backend.complete()
     backend.complete(OSError("bad"))
-    assert moves[3].state is MoveState.RUNNING
+    assert moves[3]._parts[0][1].state is MoveState.RUNNING
     assert len(backend.together) == 2, "the slot is taken until all are over"
     backend.complete_all()
     assert backend.together[2:] == [[9]]

@@ -52,7 +52,7 @@ class WatchedBackend(Backend):
 
     def __init__(self, inner, fault=lambda *_: None):
         self.inner, self.fault = inner, fault
-        self.depth, self.block_size = inner.depth, inner.block_size
+        super().__init__(threads=inner.depth, block_size=inner.block_size)
         self.requests: list[tuple[bool, int, int, int]] = []
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
@@ -73,9 +73,6 @@ class WatchedBackend(Backend):
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         request.on_done = done
         self.inner.submit(requests)
-
-    def close(self):
-        pass  # the test's own backend is below
 
 
 # ---------------------------------------------------------------------------- rates

@@ -169,8 +169,8 @@ def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, dis
     pools = []
 
     # A process of which everything else stays as large as it is.
-    def resident_bytes():
-        return 500 * MiB + sum(p.usage().held_bytes + p._limit.waiting for p in pools)
+    def resident_bytes(*_):
+        return 500 * MiB + sum(p._held + p._limit.waiting for p in pools)
 
     monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)

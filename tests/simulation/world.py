@@ -425,7 +425,7 @@ def tiny_world() -> Iterator[None]:
         (error_messages, "PATIENCE_SECONDS", 0.1),
         (posix, "os", _System()),
         (saved_tensor_hooks, "ForwardRecord", _record),
-        (idle_memory, "resident_bytes", lambda: Shim.scheduler.random.randrange(50, 60) * PAGE),
+        (idle_memory, "resident_bytes", lambda *_: Shim.scheduler.random.randrange(50, 60) * PAGE),
     ]
     logger = get_logger("offload_strategy")
     level = logger.level

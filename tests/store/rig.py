@@ -105,8 +105,8 @@ class Rig:
         for region in self.regions:
             region.close()
         self.pool.close()
-        if self.encryption:  # this thread's buffer
-            del self.check.staging
+        for queue in self.queues:
+            queue.close()
 
 
 def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:

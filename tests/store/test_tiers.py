@@ -308,10 +308,12 @@ def shard(tmp_path):
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def foreign(request, rig, shard):
+def foreign(request, rig, shard, monkeypatch):
     """A queue that reads from the shard."""
     backend = create_backend("posix", threads=2, block_size=256 * KiB)
-    file = ExternalFile(shard, "shards", direct=request.param == "direct")
+    if request.param == "buffered":
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    file = ExternalFile(shard, "shards")
     yield PathQueue(file, backend, rig.recorder)
     backend.close()
     file.close()

@@ -3,9 +3,10 @@
 [Note: DeepSpeed ignores results]
 `aio_handle` does not check the results of its requests: a read or write that failed or was short
 looks successful, and a failed read may leave anything in memory. So this backend is used with
-`checksum: full` only. A block that is not verified after reading (of an external file,
-which has no checksums) is read by a system call. A block whose checksum differs is read again by a
-system call, which returns the bytes or the error that DeepSpeed ignored.
+`checksum: full` only. A block that is not verified after reading (of an external file, which has no
+checksums, or of memory that changed while it was written) is read by a system call. A block whose
+checksum differs is read again by a system call, which returns the bytes or the error that DeepSpeed
+ignored.
 
 Some conditions end the process in an assertion of DeepSpeed: a range beyond the end of the file, a
 signal on its thread, too many asynchronous requests in the system. They are checked beforehand.
@@ -83,18 +84,17 @@ class DeepNvmeBackend(PosixBackend):
         try:
             super().run(request)
         except CorruptDataError:
-            if request.write or request.after is None:
+            if not request.verified:
                 raise
-            verify, request.after = request.after, None
-            self.move(request)
-            verify()
+            request.verified = False  # what follows is a system call
+            super().run(request)
 
     def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
         """Move whole pages; errors of DeepSpeed's stay unknown until what was read is verified."""
         fd, asynchronous = request.fd, not is_buffered(request.fd)
         if asynchronous and not request.write:
             inside = offset + len(view) <= os.fstat(fd).st_size  # False on a block device
-            asynchronous = inside and request.after is not None
+            asynchronous = inside and request.verified
         if not asynchronous:
             super().move_pages(request, view, offset, needed)
             return

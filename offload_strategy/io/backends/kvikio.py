@@ -83,7 +83,9 @@ class KvikioBackend(PosixBackend):
             return
         file = self._file(request.fd)
         transfer = file.pwrite if request.write else file.pread
-        memory = _device_memory(request.address, request.nbytes)
+        # Device memory as the CUDA array interface describes it.
+        whole = {"shape": (request.nbytes,), "strides": None, "data": (request.address, False)}
+        memory = SimpleNamespace(__cuda_array_interface__={**whole, "typestr": "|u1", "version": 3})
         try:
             future = transfer(memory, request.nbytes, request.offset, task_size=self.block_size)
             done = future.get()
@@ -117,12 +119,6 @@ class KvikioBackend(PosixBackend):
                 file = self._open(f"/proc/self/fd/{fd}", "r+" if writable else "r")
                 self._files[key] = file
             return file
-
-
-def _device_memory(address: int, nbytes: int) -> SimpleNamespace:
-    """Device memory as the CUDA array interface describes it."""
-    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-    return SimpleNamespace(__cuda_array_interface__={**interface, "strides": None})
 
 
 def _is_device_memory(address: int) -> bool:

@@ -14,12 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import StorageError
-from offload_strategy.host_memory.buffers import map_private
+from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
-from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.units import PAGE_BYTES, round_up
 
 try:
@@ -33,8 +33,6 @@ _MAX_PAUSE_SECONDS = 0.1
 #: A written block is still being written out when the call returns. This many blocks later it is
 #: clean, and advising the kernel again drops it from the page cache.
 _BLOCKS_UNTIL_CLEAN = 4
-#: Far below IOV_MAX, because each of them has to be completed on its own.
-_MAX_ADJACENT = 64
 
 # A direct pointer type: calls through it release the interpreter lock while copying.
 _memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -58,27 +56,37 @@ class PosixBackend(Backend):
     the page cache, because they are read only once.
     """
 
-    max_adjacent = _MAX_ADJACENT
-    threads: ThreadPool
+    max_adjacent = 64  # far below IOV_MAX, because each of them has to be completed on its own
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        self.depth = threads
-        self.block_size = block_size
-        # One pool for both directions: a caller that submits at most `depth` requests of each, or
-        # twice as many small ones, finds a thread for a read even when every write is stuck.
-        self.threads = ThreadPool("ssd-offload-io", 4 * threads)
+        super().__init__(threads=threads, block_size=block_size)
         self._bounce = BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
     def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin adjacent requests, if possible with one system call."""
-        batch = _Batch(self, requests)
-        self.threads.submit(batch, batch.fail)
+        left = list(requests)
+        self.threads.submit(partial(self._run_all, left), partial(_fail_all, left))
 
     def close(self) -> None:
         """Finish what was submitted, end the threads for good and free the caller's buffer."""
-        self.threads.close()
+        super().close()
         self.__dict__.pop("_bounce", None)
+
+    def _run_all(self, left: list[BlockRequest]) -> None:
+        moved = len(left) > 1 and self.move_adjacent(left)
+        while left:
+            request, error = left[0], None
+            try:
+                if not moved:  # an error of all together may be the error of only one
+                    self.run(request)
+                elif request.after is not None:
+                    request.after()
+            except Exception as caught:
+                error = caught
+            # No call between these two: see [Note: threads that die] in thread_pool.py.
+            del left[0]
+            request.on_done(error)
 
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
@@ -133,58 +141,28 @@ class PosixBackend(Backend):
         self._cached.moved(request.fd, offset, len(view))
 
 
-class _Batch:
-    """Adjacent requests as one job of a thread; see [Note: threads that die] in thread_pool.py."""
-
-    __slots__ = ("_backend", "_completed", "_requests")
-
-    def __init__(self, backend: PosixBackend, requests: Sequence[BlockRequest]) -> None:
-        self._backend = backend
-        self._requests = requests
-        self._completed = 0
-
-    def __call__(self) -> None:
-        requests, backend = self._requests, self._backend
-        moved = len(requests) > 1 and backend.move_adjacent(requests)
-        for request in requests:
-            error: BaseException | None = None
-            try:
-                if not moved:  # an error of all together may be the error of only one
-                    backend.run(request)
-                elif request.after is not None:
-                    request.after()
-            except Exception as caught:
-                error = caught
-            self._complete(error)
-
-    def fail(self, error: BaseException) -> None:
-        """Complete the remaining requests with what ended the thread."""
-        for request in self._requests[self._completed :]:
-            reason = error
-            if not isinstance(error, Exception):
-                # A SystemExit or KeyboardInterrupt that was meant for this thread must not be
-                # raised again in the one that waits for the bytes.
-                reason = StorageError(
-                    f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
-                    f"ended by {type(error).__name__}"
-                )
-                reason.__cause__ = error
-            self._complete(reason)
-
-    def _complete(self, error: BaseException | None) -> None:
-        request = self._requests[self._completed]
-        self._completed += 1
-        request.on_done(error)
+def _fail_all(left: list[BlockRequest], error: BaseException) -> None:
+    """Complete the requests that are left with what ended the thread."""
+    for request in left:
+        reason = error
+        if not isinstance(error, Exception):
+            # A SystemExit or KeyboardInterrupt that was meant for this thread must not be raised
+            # again in the one that waits for the bytes.
+            reason = StorageError(
+                f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
+                f"ended by {type(error).__name__}"
+            )
+            reason.__cause__ = error
+        request.on_done(reason)
 
 
 class BounceBuffer(threading.local):
     """One page-aligned buffer per thread, for memory that direct I/O cannot use."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = map_private(round_up(nbytes, PAGE_BYTES))
-        self.view = memoryview(self.memory)
-        self._anchor = ctypes.c_char.from_buffer(self.memory)
-        self.address = ctypes.addressof(self._anchor)
+        self._memory = HostBuffer(nbytes)
+        self.address = self._memory.address
+        self.view = view_of(self.address, self._memory.nbytes).cast("B")
 
 
 class _CachedBlocks(threading.local):

@@ -25,7 +25,8 @@ class BlockRequest:
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
     With `whole_pages` a read may overwrite its memory up to the end of the last page. `before` may
-    set `address` to memory of its own, from which or to which the bytes move.
+    set `address` to memory of its own, from which or to which the bytes move. What was read is
+    `verified` if `after` notices each wrong byte.
     """
 
     write: bool
@@ -37,45 +38,35 @@ class BlockRequest:
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
     whole_pages: bool = False
+    verified: bool = False
 
 
 class Backend(ABC):
     """Moves blocks between files and memory; requests complete in any order."""
 
-    #: How many requests are worth having in flight in each direction, besides those of the other.
-    depth: int
-    #: Bytes that one request may carry at most.
-    block_size: int
     #: Whether `BlockRequest.address` may be device memory.
     device_memory: bool = False
     #: What `io.checksum: auto` stands for.
     default_checksum: Literal["full", "sampled", "off"] = "sampled"
     #: How many requests `submit` takes at most.
     max_adjacent: int = 1
-    #: On which requests run, where they run on threads of this process.
-    threads: ThreadPool | None = None
+
+    def __init__(self, *, threads: int, block_size: int) -> None:
+        #: How many requests are worth having in flight in each direction.
+        self.depth = threads
+        #: Bytes that one request may carry at most.
+        self.block_size = block_size
+        # One pool for both directions: a caller that submits at most `depth` requests of each, or
+        # twice as many small ones, finds a thread for a read even when every write is stuck.
+        self.threads = ThreadPool("ssd-offload-io", 4 * threads)
 
     @abstractmethod
     def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin requests whose pages follow each other in one file; each ends by itself."""
 
-    @property
-    def queued(self) -> int:
-        """Requests that no thread has begun."""
-        return 0 if self.threads is None else self.threads.queued
-
-    def run_queued(self, what: str) -> bool:
-        """Run a queued request on this thread; False if there is none. A warning names `what`."""
-        return self.threads is not None and self.threads.run_queued(what)
-
-    def end_threads(self) -> None:
-        """Wait for requests in flight, then end the threads; later requests start them again."""
-        if self.threads is not None:
-            self.threads.end_threads()
-
-    @abstractmethod
     def close(self) -> None:
         """Wait for requests in flight, then release threads and buffers. Idempotent."""
+        self.threads.close()
 
 
 #: Name in the config, which is that of a module -> its class. Modules are imported on demand: an

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -11,8 +9,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from timeit import default_timer as perf_counter
 
+import torch
+
 from offload_strategy.errors import OffloadError, StorageError
-from offload_strategy.host_memory.buffers import map_private
+from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
@@ -133,7 +133,6 @@ class _Measurement:
         self._ended: SimpleQueue[tuple[int, Move, float]] = SimpleQueue()
         try:
             self._memory = _incompressible(self._slots, self._slot_bytes)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         except BaseException:
             region.free(self.extent)
             raise
@@ -201,7 +200,7 @@ class _Measurement:
             client="probe",
             direction=direction,
             stripes=[Stripe(self._queue, extent, 0, nbytes)],
-            address=self._address + slot * self._slot_bytes,
+            address=self._memory.address + slot * self._slot_bytes,
             nbytes=nbytes,
             priority=Priority.WRITE_BACK,
             keep_alive=self._memory,
@@ -247,16 +246,14 @@ def _note_end(ended: SimpleQueue[tuple[int, Move, float]], slot: int, move: Move
     ended.put((slot, move, _clock()))
 
 
-def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
-    """Private memory of `slots` times `nbytes` random bytes, which are rotated for each slot.
+def _incompressible(slots: int, nbytes: int) -> HostBuffer:
+    """Memory of `slots` times `nbytes` random bytes, which are rotated for each slot.
 
     No two pages are equal, so a drive that compresses or deduplicates gains nothing.
     """
-    memory = map_private(slots * nbytes)
-    block = os.urandom(nbytes)
-    for slot in range(slots):
-        shift = slot * 61 % nbytes
-        memory.seek(slot * nbytes)
-        memory.write(block[shift:])
-        memory.write(block[:shift])
+    memory = HostBuffer(slots * nbytes)
+    content, _ = memory.acquire(slots * nbytes)
+    block = torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
+    for slot, part in enumerate(content.split(nbytes)):
+        part.copy_(block.roll(61 * slot))
     return memory

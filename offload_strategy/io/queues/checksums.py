@@ -89,6 +89,8 @@ class Digests:
             request.after = partial(self._store, *block, again=True)
         else:
             request.after = partial(self._verify, *block, request.offset, where)
+            units = slice(begin // self.unit, -(-(begin + request.nbytes) // self.unit))
+            request.verified = None not in self._values[units]
 
     def _store(self, address: int, begin: int, nbytes: int, again: bool = False) -> None:
         for number, digest in self._computed(address, begin, nbytes):

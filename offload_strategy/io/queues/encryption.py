@@ -45,6 +45,10 @@ class BlockCipher:
         self._nonces = itertools.count(1)
         self.staging = BounceBuffer(block_size + PAGE_BYTES)  # the tag follows the last byte
 
+    def close(self) -> None:
+        """Free the buffer of the thread that calls; those of I/O threads end with them."""
+        self.__dict__.pop("staging", None)
+
     def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
         """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
         return Tags(self, nbytes, min(DIGESTED_BYTES, block))

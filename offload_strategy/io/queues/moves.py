@@ -40,12 +40,6 @@ class Latch:
         self._is_set = True
         self._lock.release()
 
-    def poll(self, seconds: float) -> None:
-        """Wait without falling asleep, for what will be over in a moment."""
-        deadline = perf_counter() + seconds
-        while not self._is_set and perf_counter() < deadline:
-            time.sleep(0)  # lets other threads run
-
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
         deadline = perf_counter() + timeout
@@ -105,58 +99,50 @@ class Move:
         self.finished_at = 0.0
         self.error: BaseException | None = None
         self.ended = Latch()
-        self._queues = [stripe.queue for stripe in stripes]
         hints = (one_block_at_a_time, whole_pages)
         common = (client, direction, priority, self._part_ended, self.queued_at, *hints)
-        self.parts = [
-            StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common)
+        self._parts = [
+            (s.queue, StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common))
             for s in stripes
         ]
-        self._parts_left = len(self.parts)
-        self._finished: MoveState | None = None
+        self._parts_left = len(self._parts)
+        #: How it ended.
+        self.state: MoveState | None = None
         self._lock = threading.Lock()
-
-    @property
-    def state(self) -> MoveState:
-        """How far it is."""
-        if self._finished is not None:
-            return self._finished
-        begun = any(part.state is not MoveState.QUEUED for part in self.parts)
-        return MoveState.RUNNING if begun else MoveState.QUEUED
 
     def submit(self) -> None:
         """Queue it on all of its paths; returns at once."""
         with UninterruptedSection():
-            for queue, part in zip(self._queues, self.parts, strict=False):
+            for queue, part in self._parts:
                 queue.submit(part)
 
     def run_queued(self) -> None:
         """Run queued blocks on the calling thread, which is about to wait for the move."""
-        while not self.ended.is_set() and any(queue.run_queued() for queue in self._queues):
+        while not self.ended.is_set() and any(queue.run_queued() for queue, _ in self._parts):
             pass
-        if self.nbytes <= SMALL_BYTES:
-            self.ended.poll(_POLL_SECONDS)
+        deadline = perf_counter() + (_POLL_SECONDS if self.nbytes <= SMALL_BYTES else 0.0)
+        while not self.ended.is_set() and perf_counter() < deadline:
+            time.sleep(0)  # lets other threads run
 
     def raise_priority(self) -> None:
         """Let its queued blocks, which are needed now, overtake others."""
-        for queue, part in zip(self._queues, self.parts, strict=False):
+        for queue, part in self._parts:
             queue.raise_priority(part)
 
     def cancel(self) -> None:
         """Cancel it: blocks in flight finish, the others never start. `on_end` is called."""
         with UninterruptedSection():
-            for queue, part in zip(self._queues, self.parts, strict=False):
+            for queue, part in self._parts:
                 queue.cancel(part)
 
     def fail(self, error: BaseException) -> None:
         """Turn an ended move into a failed one, for an `on_end` that fails."""
         self.error = error
-        self._finished = MoveState.FAILED
+        self.state = MoveState.FAILED
 
     def unfinished_paths(self) -> str:
         """The paths that it still waits for."""
-        pairs = zip(self._queues, self.parts, strict=False)
-        return " and ".join(str(queue.path) for queue, part in pairs if not part.is_over)
+        return " and ".join(str(queue.path) for queue, part in self._parts if not part.is_over)
 
     def _part_ended(self, part: StripeMove) -> None:
         with self._lock:
@@ -172,11 +158,11 @@ class Move:
 
     def _end(self) -> None:
         if self.error is not None:
-            self._finished = MoveState.FAILED
-        elif any(part.state is MoveState.CANCELLED for part in self.parts):
-            self._finished = MoveState.CANCELLED
+            self.state = MoveState.FAILED
+        elif any(part.state is MoveState.CANCELLED for _, part in self._parts):
+            self.state = MoveState.CANCELLED
         else:
-            self._finished = MoveState.DONE
+            self.state = MoveState.DONE
         self.finished_at = perf_counter()
         on_end = self.on_end
         # Parts and move refer to each other: what it held must not wait for a garbage collection.
@@ -185,5 +171,5 @@ class Move:
         on_end(self)
         # It may hold the memory, which a waiting thread may free and want again at once.
         del on_end
-        self.parts = []
+        self._parts = []
         self.ended.set()

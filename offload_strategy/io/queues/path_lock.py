@@ -112,12 +112,11 @@ class PathLock:
     def _try_lock(self) -> bool:
         """Whether the file system locks directories (network file systems may not)."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
         except OSError:
             return False
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
         return True
 
     def _announce(self) -> socket.socket | None:
@@ -153,14 +152,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class PathLockHolder:
-    """One queue's use of a path lock: not needed, waited for, or held.
+    """One queue's use of a path lock, if it has one: not needed, waited for, or held.
 
     All methods but `close` are called under the queue's lock; `on_acquired` is called without it,
     on a thread of this object, and calls `acquired` under it.
     """
 
-    def __init__(self, lock: PathLock, on_acquired: Callable[[], None]) -> None:
-        self._lock = lock
+    def __init__(self, lock: PathLock | None, on_acquired: Callable[[], None]) -> None:
+        self._lock = lock if lock is not None and lock.works else None
         self._on_acquired = on_acquired
         self._thread = ThreadPool("ssd-offload-path-lock", 1)
         self._waiting = False
@@ -175,7 +174,7 @@ class PathLockHolder:
         """
         if self.held:
             return self._bytes_left > 0 or not first_block
-        if not self._lock.others():
+        if self._lock is None or not self._lock.others():
             return True
         if not self._waiting and not self._closed:
             try:
@@ -197,7 +196,7 @@ class PathLockHolder:
 
     def release(self) -> None:
         """Release the lock if it is held; no read may be in flight."""
-        if self.held:
+        if self._lock is not None and self.held:
             self.held = False
             self._lock.release()
 
@@ -212,6 +211,7 @@ class PathLockHolder:
         self.release()
 
     def _acquire(self) -> None:
+        assert self._lock is not None
         try:
             self._lock.acquire()
         except (OSError, ValueError) as error:  # ValueError: closed meanwhile

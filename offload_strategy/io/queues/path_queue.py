@@ -69,9 +69,7 @@ class PathQueue:
         self._dispatching = False
         # Running mean of a request's time in the backend; 0 while nothing is known.
         self._request_seconds = 0.0
-        self._path_lock: PathLockHolder | None = None
-        if path_lock is not None and path_lock.works:
-            self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
+        self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
 
     def submit(self, part: StripeMove) -> None:
         """Queue a part of a move; for `Move.submit`, which defers Ctrl-C."""
@@ -80,7 +78,7 @@ class PathQueue:
                 return  # another part of its move failed before this one was queued
             self._push(part)
         self._dispatch()
-        if part.nbytes <= SMALL_BYTES and self.backend.queued > 1:
+        if part.nbytes <= SMALL_BYTES and self.backend.threads.queued > 1:
             # Woken threads wait for the interpreter lock, and a caller that offloads one small
             # tensor after the other would keep it for milliseconds.
             time.sleep(0)
@@ -97,11 +95,10 @@ class PathQueue:
         with self._lock:
             if part.is_over:
                 return
-            started = part.state is MoveState.RUNNING
             part.state = MoveState.CANCELLED
             over = part.blocks_in_flight == 0
         if over:
-            self._end(part, started=started)
+            self._end(part)
         # Writes may have been waiting for it.
         self._dispatch()
 
@@ -110,19 +107,19 @@ class PathQueue:
         if not 0 < self._request_seconds < _SHORT_REQUEST_SECONDS:
             return False
         with UninterruptedSection():
-            return self.backend.run_queued(str(self.path))
+            return self.backend.threads.run_queued(str(self.path))
 
     def end_threads(self) -> None:
         """Let what is queued finish and end all threads; they start again on demand."""
         for _ in range(2):  # reads that end may need the path lock once more
-            if self._path_lock is not None:
-                self._path_lock.end_threads()
-            self.backend.end_threads()
+            self._path_lock.end_threads()
+            self.backend.threads.end_threads()
 
     def close(self) -> None:
-        """Release the path lock if it is held; nothing may be in flight any more."""
-        if self._path_lock is not None:
-            self._path_lock.close()
+        """Release the path lock and the cipher's buffer; nothing may be in flight any more."""
+        self._path_lock.close()
+        if isinstance(self.checksum, BlockCipher):
+            self.checksum.close()
 
     # ------------------------------------------------------------------ scheduling
     def _push(self, part: StripeMove) -> None:
@@ -195,14 +192,13 @@ class PathQueue:
         """The next request, which begins with a part; the caller holds the lock."""
         queue, room, begin = self._queue(part), self._request_bytes(part), part.next_block
         nbytes = min(room, part.nbytes - begin)
-        queue.take(part, nbytes)
         self._begins(part, nbytes)
         urgent = part.priority is Priority.NEEDED_NOW
         if urgent or nbytes < part.nbytes:
             blocks = [(part, begin, nbytes)]
         else:
             most = self.backend.max_adjacent
-            parts = queue.take_adjacent(part, room - nbytes, most, self._may_join)
+            parts = queue.take_adjacent(part, room - nbytes, most, self._joins)
             blocks = [(part, 0, part.nbytes) for part in parts]
         in_flight = InFlight(queue, blocks, urgent, perf_counter())
         in_flight.busy_before = self.bandwidth.begins(
@@ -213,18 +209,21 @@ class PathQueue:
     def _is_saturated(self) -> bool:
         return self._reads.in_flight + self._writes.in_flight >= self.backend.depth
 
-    def _may_join(self, part: StripeMove) -> bool:
+    def _joins(self, part: StripeMove) -> bool:
+        """Begin all of a part, unless it has to wait for the path lock."""
         if part.direction is Direction.READ and not self._may_read(part):
             return False
         self._begins(part, part.nbytes)
         return True
 
     def _begins(self, part: StripeMove, nbytes: int) -> None:
-        """Record that a block of a part begins."""
+        """Begin the next block of a part; once all have begun, `head` returns another part."""
+        part.next_block += nbytes
+        part.blocks_in_flight += 1
         if part.state is MoveState.QUEUED:
             part.state = MoveState.RUNNING
             part.started_at = self._recorder.move_started(self.tier, part.direction)
-        if self._path_lock is not None and part.direction is Direction.READ:
+        if part.direction is Direction.READ:
             self._path_lock.count(nbytes)
 
     def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
@@ -246,7 +245,7 @@ class PathQueue:
         self, in_flight: InFlight, part: StripeMove, error: BaseException | None
     ) -> None:
         over = self._count_block(in_flight, part, error)
-        if over and (self._reads.waiting or self._writes.waiting or self._path_lock is not None):
+        if over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
             self._dispatch()
 
     def _count_block(
@@ -286,11 +285,11 @@ class PathQueue:
             if part_over and part.state is MoveState.RUNNING:
                 part.state = MoveState.DONE
         if part_over:
-            self._end(part, started=True)
+            self._end(part)
         return request_over
 
-    def _end(self, part: StripeMove, *, started: bool) -> None:
-        if started:
+    def _end(self, part: StripeMove) -> None:
+        if part.next_block:
             place = (self.tier, str(self.path), part.direction, part.nbytes)
             times = (part.queued_at, part.started_at, perf_counter())
             record = MoveRecord(part.client, *place, *times)
@@ -299,19 +298,16 @@ class PathQueue:
 
     # ------------------------------------------------------------------ path lock
     def _may_read(self, part: StripeMove) -> bool:
-        first_block = part.state is MoveState.QUEUED
-        return self._path_lock is None or self._path_lock.may_begin(first_block=first_block)
+        return self._path_lock.may_begin(first_block=part.state is MoveState.QUEUED)
 
     def _release_path_lock_if_idle(self) -> bool:
         """Release a lock that no read uses; return whether reads may go on without it."""
-        lock = self._path_lock
-        if lock is None or not lock.held or self._reads.in_flight:
+        if not self._path_lock.held or self._reads.in_flight:
             return False
-        lock.release()
-        return self._reads.head() is not None and lock.may_begin(first_block=True)
+        self._path_lock.release()
+        return self._reads.head() is not None and self._path_lock.may_begin(first_block=True)
 
     def _path_lock_acquired(self) -> None:
         with self._lock:
-            assert self._path_lock is not None
             self._path_lock.acquired()
         self._dispatch()

@@ -94,18 +94,13 @@ class RequestQueue:
             heapq.heappop(self.waiting)
         return None
 
-    def take(self, part: StripeMove, nbytes: int) -> None:
-        """Begin the next block of a part; once all have begun, `head` returns another part."""
-        part.next_block += nbytes
-        part.blocks_in_flight += 1
-
     def take_adjacent(
-        self, first: StripeMove, room: int, most: int, may_begin: Callable[[StripeMove], bool]
+        self, first: StripeMove, room: int, most: int, begin: Callable[[StripeMove], bool]
     ) -> list[StripeMove]:
-        """Take the next parts that can share a request with `first`, which was taken whole.
+        """Take the next parts that can share a request with `first`, which has begun whole.
 
-        The others may have `room` bytes, and all together are at most `most` parts; `may_begin` is
-        asked before each is taken. Returns all parts in the order of their offsets on the path.
+        The others may have `room` bytes, and all together are at most `most` parts; `begin` is
+        called for each, and tells whether it may. Returns all in the order of their offsets.
         """
         parts = [first]
         low, high = first.offset, _end(first)
@@ -115,7 +110,7 @@ class RequestQueue:
                 break
             if part.state is not MoveState.QUEUED or not _can_join(part):
                 break
-            if (high != part.offset and low != _end(part)) or not may_begin(part):
+            if (high != part.offset and low != _end(part)) or not begin(part):
                 break
             if high == part.offset:
                 parts.append(part)
@@ -124,7 +119,6 @@ class RequestQueue:
                 parts.insert(0, part)
                 low = part.offset
             room -= part.nbytes
-            self.take(part, part.nbytes)
         return parts
 
 

@@ -108,7 +108,7 @@ class Region:
         *,
         overwrite: bool = False,
     ) -> None:
-        self.tier = tier
+        self.tier, self.fd = tier, -1
         #: Why the file system had no room for the last allocation, if that was the reason.
         self.shortage: str | None = None
         #: What is before it on a device is never written; 0 for a file.
@@ -126,7 +126,6 @@ class Region:
             )
         else:
             self.path = check_directory(path, tier)
-            self.fd = -1
             available = self._available()
         self.capacity = available if capacity is None else capacity
         if self.capacity > available:
@@ -198,7 +197,6 @@ class Region:
 
     # ------------------------------------------------------------------ opening
     def _available(self) -> int:
-        """Return the bytes of the file system that may be used."""
         free = shutil.disk_usage(self.path).free
         if free - RESERVE_BYTES < PAGE_BYTES:
             raise ConfigError(
@@ -238,10 +236,10 @@ class Region:
                 f"I/O there, or a directory on a local disk."
             )
         if direct == "auto" and not is_direct:
-            text = (
-                "does not support direct I/O; using buffered I/O, which also fills the page cache."
+            logger.warning(
+                f"{where} does not support direct I/O; using buffered I/O, which also fills the "
+                f"page cache."
             )
-            logger.warning("%s %s", where, text)
         return fd, is_direct
 
     def _reserve(self, end: int) -> None:
@@ -276,21 +274,16 @@ class ExternalFile:
     """An existing file, for instance a shard of a checkpoint, whose ranges are read as extents.
 
     It must not change meanwhile. Reads are recorded under the name `tier`, and bypass the page
-    cache if `direct` and the file system supports it. Raises ConfigError if it cannot be opened.
+    cache if the file system supports it. Raises ConfigError if it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tier: str, *, direct: bool = True) -> None:
-        self.path = Path(path)
-        self.tier = tier
-        self.direct = False
-        self.fd = -1
+    def __init__(self, path: Path, tier: str) -> None:
+        self.path, self.tier = path, tier
         try:
-            if direct and hasattr(os, "O_DIRECT"):
-                with contextlib.suppress(OSError):
-                    self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
-                    self.direct = True
-            if self.fd < 0:
-                self.fd = os.open(self.path, os.O_RDONLY)
+            try:
+                self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+            except OSError:
+                self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
         self._status = os.fstat(self.fd)
@@ -314,9 +307,6 @@ class ExternalFile:
                 f"{self.path} was written to while weights were still read from it. Load a "
                 f"checkpoint without adopt=True if its files may change."
             )
-
-    def free(self, extent: Extent) -> None:
-        """Do nothing: the bytes belong to the file's owner."""
 
     def close(self) -> None:
         """Close the file. Idempotent."""

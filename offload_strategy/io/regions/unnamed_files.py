@@ -36,18 +36,13 @@ def create_unnamed(directory: Path) -> int:
 def _moves_pages(fd: int) -> bool:
     """Whether a page can be written and read back; OSError if the disk fails."""
     page = mmap.mmap(-1, PAGE_BYTES)
+    page[:4] = b"page"
     try:
-        page[:4] = b"page"
-        if os.pwrite(fd, page, 0) != PAGE_BYTES or os.preadv(fd, [page], 0) != PAGE_BYTES:
-            return False
-        os.ftruncate(fd, 0)
-        return True
+        return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == PAGE_BYTES
     except OSError as error:
         if error.errno == errno.EIO:
             raise
         return False
-    finally:
-        page.close()
 
 
 def switch_to_direct_io(fd: int) -> bool:
@@ -62,11 +57,11 @@ def switch_to_direct_io(fd: int) -> bool:
         fcntl(fd, F_SETFL, flags | direct)
     except OSError:
         return False
-    if _moves_pages(fd):
-        return True
-    fcntl(fd, F_SETFL, flags)
+    moves = _moves_pages(fd)
+    if not moves:
+        fcntl(fd, F_SETFL, flags)
     os.ftruncate(fd, 0)
-    return False
+    return moves
 
 
 def grow(fd: int, begin: int, end: int) -> None:
