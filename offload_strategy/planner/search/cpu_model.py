@@ -1,4 +1,4 @@
-"""Memory and step time of training on a CPU, for given settings.
+"""Memory of training on a CPU, for given settings.
 
 [Note: memory of a step on the CPU]
 Weights, states and buffers are in memory all the time. What autograd saves becomes less while
@@ -21,13 +21,6 @@ in a tier of host memory (twice with commit, because old and new ones wait for `
 are new weights first, which would be written and read, then gradients, which are only written;
 `activations` are saved tensors, of which a plan lets no more leave than it must
 (`planning.device_memory`). Streamed weights never stay.
-
-[Note: step time on the CPU]
-The stages are those of `planner.search.gpu_model` without a link. With `overlap: commit` an update
-runs on copies of the weights, which are compared with the weights and copied back in `step()`: four
-passes over the bytes of all weights, two of which only read. States in bfloat16 are upcast and
-rounded again within the caches. Gradients of several micro-batches are added up, which reads two
-tensors and writes one.
 """
 
 from __future__ import annotations
@@ -39,8 +32,8 @@ from typing import NamedTuple
 
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
-from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
-from offload_strategy.planner.saved_tensor_bytes import layer_tensors
+from offload_strategy.planner.request import ELEMENT_BYTES, CpuRequest
+from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     STATE_BYTES,
@@ -48,14 +41,12 @@ from offload_strategy.planner.search.settings import (
     Fit,
     OffloadedKind,
     Placement,
-    SearchModel,
     Settings,
     StateType,
     TierSplit,
     model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 from offload_strategy.units import MiB, format_size
 
 #: Tensors of logits at a time.
@@ -64,11 +55,6 @@ _LOGITS = 3
 _SLACK_BYTES = 64 * MiB
 #: A tier of fewer bytes would hold next to nothing.
 _GRAIN = 16 * MiB
-#: Copies of all weights: one before the update and one after it, with a comparison of their bits.
-_COPIES_OF_COMMIT = 1.5
-#: Copies of all weights: two moments, upcast and rounded.
-_COPIES_OF_ROUNDING = 1.0
-_COPIES_OF_ADDING = 1.5
 #: Bytes of both moments per parameter; float32 weights need no further copy.
 _MOMENT_BYTES = {dtype: nbytes - ELEMENT_BYTES for dtype, nbytes in STATE_BYTES.items()}
 
@@ -79,9 +65,10 @@ class CpuModel(SearchModel):
     on_cpu = True
     busy_tokens = 0
     dtype_bytes = ELEMENT_BYTES
+    state_bytes = _MOMENT_BYTES
 
     def __init__(self, request: CpuRequest) -> None:
-        super().__init__(request)
+        super().__init__(request, request.cores)
         self.request = request
         memory = f"{format_size(request.memory_bytes)} of memory"
         self.machine = f"on the CPU with {request.drives.name} and {memory}"
@@ -101,67 +88,6 @@ class CpuModel(SearchModel):
     def place(self, settings: Settings) -> Placement:
         """Return what stays in memory, what is offloaded, and the memory that this needs."""
         return _CpuPlacement(self, settings).place()
-
-    # ------------------------------------------------------------------------ time
-    def step_time(self, placement: Placement) -> StepTime:
-        """Predict the time of a step; see [Note: step time on the CPU]."""
-        settings = placement.settings
-        forward, backward = self._pass_loads(placement)
-        update, commit = self._update_loads(placement)
-        if settings.offloads_optimizer and settings.overlap != "off":
-            last = {"backward, update": backward + update, "step()": commit}
-        else:
-            last = {"backward": backward, "step()": update}
-        copies = self.request.cores.copy_seconds(self.shape.parameters)
-        adding = StageLoad(_COPIES_OF_ADDING * copies)
-        return self._stages(settings.micro_batches, forward, backward + adding, last)
-
-    def computing_seconds(self, settings: Settings) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a micro-batch if nothing moved."""
-        shape, cores, work = self.shape, self.request.cores, self.micro_batch(settings)
-        passes = 1 + BACKWARD_OVER_FORWARD
-        weights = shape.layers * shape.layer_parameters * cores.pass_seconds / passes
-        ends = cores.copy_seconds(shape.vocabulary * shape.hidden)
-        forward = shape.forward_flops(work.batch, work.sequence) / cores.flops + weights
-        recomputed = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence)
-        again = recomputed / cores.flops + settings.recomputed_layers / shape.layers * weights
-        return forward, BACKWARD_OVER_FORWARD * forward + ends + again
-
-    def _pass_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return the loads of forward and backward of a micro-batch."""
-        settings = placement.settings
-        forward, backward = self.computing_seconds(settings)
-        left = placement.split("activations").ssd_bytes
-        weights = placement.split("weights").ssd_bytes
-        hooks = 0.0
-        if left:
-            whole = self.shape.layers - settings.recomputed_layers
-            tensors = whole * len(layer_tensors(self.shape, self.micro_batch(settings)))
-            hooks = HOOK_SECONDS * (tensors + settings.recomputed_layers) / 2
-        forward_load = StageLoad(forward + hooks, read=weights, written=left)
-        return forward_load, StageLoad(backward + hooks, read=weights + left)
-
-    def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return the load of the update, and of `step()` after an update that ran in backward."""
-        settings, cores, parameters = placement.settings, self.request.cores, self.shape.parameters
-        seconds = parameters / cores.update_rate
-        if not settings.offloads_optimizer:
-            return StageLoad(seconds), StageLoad()
-        copy, weights = cores.copy_seconds(parameters), ELEMENT_BYTES * parameters
-        if settings.state_dtype != "float32":
-            seconds += _COPIES_OF_ROUNDING * copy
-        share = placement.split("states").ssd_share
-        moved = _MOMENT_BYTES[settings.state_dtype] * parameters * share
-        update = StageLoad(seconds, read=moved, written=moved)
-        streamed = weights if settings.streams_weights else 0.0
-        if settings.overlap != "commit":
-            # In backward they are in memory anyway; afterwards they are read once more.
-            again = streamed if settings.overlap == "off" else 0.0
-            return update + StageLoad(read=again, written=streamed), StageLoad()
-        gradients = weights - placement.gradient_bytes
-        waiting = 2 * weights - placement.split("waiting").host_bytes - gradients
-        update += StageLoad(_COPIES_OF_COMMIT * copy, written=gradients + waiting)
-        return update, StageLoad(_COPIES_OF_COMMIT * copy, read=waiting, written=streamed)
 
 
 class _Moment(NamedTuple):

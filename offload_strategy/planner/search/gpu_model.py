@@ -1,4 +1,4 @@
-"""Memory and step time of training on a GPU, for given settings.
+"""Memory of training on a GPU, for given settings.
 
 [Note: device memory]
 All that is not offloaded: weights, gradients, states, and what layers save; of streamed weights two
@@ -7,17 +7,6 @@ the gradient of that; logits and their gradient, for one sequence at a time (a l
 in chunks). Gradients leave at once if the update runs in backward; those of several micro-batches
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
 share of the device's memory: offloading more is never faster.
-
-[Note: stages of a step]
-Fuyou's equations (`planner.step_time`), extended by host memory as a tier, which costs time on the
-link but on no path; by micro-batches, of which only the last has the update; and by the update on
-the device, where this package runs it, so that states cross the link.
-
-    forward             of each micro-batch: weights arrive, activations leave
-    backward            of each but the last: weights and activations arrive
-    backward, update    of the last: gradients leave; states arrive and leave in it, or after it
-                        with overlap: off
-    step()              with overlap: commit, new weights arrive from where they waited
 """
 
 from __future__ import annotations
@@ -29,7 +18,8 @@ from offload_strategy.plan_runtime.space_requirements import (
     optimizer_need,
     subgroup_size,
 )
-from offload_strategy.planner.request import Request
+from offload_strategy.planner.request import Cores, Request
+from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     STATE_BYTES,
@@ -39,14 +29,12 @@ from offload_strategy.planner.search.settings import (
     ModelSizes,
     OffloadedKind,
     Placement,
-    SearchModel,
     Settings,
     StateType,
     TierSplit,
     model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 from offload_strategy.units import GiB, MiB, format_size
 
 #: Share of device memory up to which activations stay: the count is not exact, and allocators
@@ -68,12 +56,14 @@ class GpuModel(SearchModel):
     """Training on a GPU in half precision."""
 
     on_cpu = False
-    dtype_bytes = 2
+    dtype_bytes = WEIGHT_BYTES
+    state_bytes = STATE_BYTES
     #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.
     busy_tokens = 4096
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request)
+        # Copies on a GPU, and updates, take no time that counts.
+        super().__init__(request, Cores(request.flops, math.inf, math.inf, _PROCESS_BYTES))
         self.request = request
         memory = f"{format_size(request.host_memory_bytes)} of host memory"
         self.machine = f"on {request.device.name} with {request.drives.name} and {memory}"
@@ -157,58 +147,6 @@ class GpuModel(SearchModel):
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         return left, base + saved + (last - left if left else 0)
-
-    def step_time(self, placement: Placement) -> StepTime:
-        """Predict the time of a step; see [Note: stages of a step]."""
-        settings, shape, flops = placement.settings, self.shape, self.request.flops
-        work = self.micro_batch(settings)
-        forward = shape.forward_flops(work.batch, work.sequence) / flops
-        again = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
-        activations, weights = placement.split("activations"), placement.split("weights")
-        weights_in = _fetch(weights.total_bytes, weights)
-        forward_load = StageLoad(forward) + weights_in + _send(activations.total_bytes, activations)
-        backward_load = StageLoad(BACKWARD_OVER_FORWARD * forward + again) + weights_in
-        backward_load += _fetch(activations.total_bytes, activations)
-        update, commit = self._update_loads(placement)
-        if settings.offloads_optimizer and settings.overlap == "off":
-            last = {"backward": backward_load, "update": update}
-        else:
-            last = {"backward, update": backward_load + update}
-        last["step()"] = commit
-        return self._stages(settings.micro_batches, forward_load, backward_load, last)
-
-    def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return what the update moves, and what `step()` moves after it."""
-        settings, commit = placement.settings, StageLoad()
-        if not settings.offloads_optimizer:
-            return StageLoad(), commit
-        parameters = self.shape.parameters
-        states, weights = STATE_BYTES[settings.state_dtype] * parameters, WEIGHT_BYTES * parameters
-        placed, streamed = placement.split("states"), placement.split("weights")
-        update = _fetch(states, placed) + _send(states, placed)
-        if settings.overlap == "commit":
-            waiting = placement.split("waiting")
-            update += _send(2 * weights, waiting)  # gradients and new weights
-            if settings.streams_weights:
-                # From where they wait to where the old weights are.
-                read, written = weights * waiting.ssd_share, weights * streamed.ssd_share
-                commit = StageLoad(read=read, written=written)
-            else:
-                commit = _fetch(weights, waiting)
-        elif settings.streams_weights:
-            update += _send(weights, streamed)
-            if settings.overlap == "off":
-                # In backward they are on the device anyway; afterwards they are fetched once more.
-                update += _fetch(weights, streamed)
-        return update, commit
-
-
-def _fetch(nbytes: float, where: TierSplit) -> StageLoad:
-    return StageLoad(to_device=nbytes, read=nbytes * where.ssd_share)
-
-
-def _send(nbytes: float, where: TierSplit) -> StageLoad:
-    return StageLoad(from_device=nbytes, written=nbytes * where.ssd_share)
 
 
 def _offloaded(

@@ -22,13 +22,11 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
 )
-from offload_strategy.planner.step_time import StageLoad, StepTime
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
@@ -104,8 +102,7 @@ class TierSplit(NamedTuple):
         return self.ssd_bytes / self.total_bytes if self.total_bytes else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Needed and available bytes of a limited resource."""
 
     what: str
@@ -197,30 +194,3 @@ def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[i
 def weights_in_flight_bytes(shape: TransformerShape, blocks: int) -> int:
     """Return the bytes of buffers for the streamed weights of so many layers, in half precision."""
     return sum(size * count for size, count in weight_buffers(shape, blocks).items())
-
-
-class SearchModel:
-    """What models of training on a GPU and on the CPU share: what moves, and stages of a step."""
-
-    dtype_bytes: int  # Of an activation
-
-    def __init__(self, request: Request | CpuRequest) -> None:
-        self.shape, self.drives, self.rates = request.shape, request.drives, request.rates
-
-    def micro_batch(self, settings: Settings) -> Workload:
-        """Return the work of a micro-batch, after a check of the settings."""
-        if not 0 <= settings.recomputed_layers <= self.shape.layers:
-            raise ConfigError(
-                f"settings: {settings.recomputed_layers} layers are to be recomputed, but the "
-                f"model has {self.shape.layers}: give 0 to {self.shape.layers}"
-            )
-        return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
-
-    def _stages(
-        self, passes: int, forward: StageLoad, backward: StageLoad, last: Mapping[str, StageLoad]
-    ) -> StepTime:
-        """Lay out forward of all micro-batches, backward of all but the last, and its stages."""
-        stages = [self.rates.stage("forward", forward, passes)]
-        if passes > 1:
-            stages.append(self.rates.stage("backward", backward, passes - 1))
-        return StepTime((*stages, *(self.rates.stage(*one) for one in last.items())))
