@@ -209,8 +209,8 @@ def fitting(nothing: SearchResult) -> Iterator[str]:
     batch = bisect.bisect_left(
         batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
     )
-    assert nothing.nearest is not None
-    for what, needed, has in nothing.nearest.fits:
+    nearest = min(nothing.refused, key=lambda placement: placement.shortage)
+    for what, needed, has in nearest.fits:
         if needed > has:
             yield f"{what} is {format_size(needed - has)} too small"
     yield f"a batch of {batch} fits" if batch else "not even a batch of 1 fits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,7 +18,13 @@ from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import WEARS, lifespan_seconds
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.settings import OffloadedKind, Placement, Settings, StateType
+from offload_strategy.planner.search.settings import (
+    Fit,
+    OffloadedKind,
+    Placement,
+    Settings,
+    StateType,
+)
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
 from offload_strategy.units import (
@@ -145,20 +152,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Settings that do not fit because of one resource, such as "host memory"."""
-
-    what: str
-    count: int  # Each counts for the first resource that it lacks
-    needed_bytes: int  # Of the nearest settings
-    available_bytes: int
-
-    def __str__(self) -> str:
-        nearest = f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
-        return f"{self.count} settings need more {self.what} than there is: the nearest {nearest}"
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search; `str` gives tables in Markdown."""
 
@@ -166,19 +159,32 @@ class SearchResult:
     space: Space  # The space that was searched
     # The best of each kind (what is offloaded, whether layers are recomputed, overlap), best first
     candidates: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]  # Why other settings do not fit
+    refused: tuple[Placement, ...]  # The settings that do not fit
     tried: int  # How many settings were tried
-    nearest: Placement | None  # Of the settings that do not fit, those that lack the least
 
     @property
     def best(self) -> Candidate:
         """The best candidate; raises a ConfigError that says what is missing if nothing fits."""
         if not self.candidates:
             raise ConfigError(
-                f"search: none of {self.tried} settings fits: {'; '.join(map(str, self.refused))}. "
+                f"search: none of {self.tried} settings fits: {'; '.join(self._refusals())}. "
                 f"Take more of that, a smaller model, or shorter sequences"
             )
         return self.candidates[0]
+
+    def lacking(self) -> dict[str, list[Fit]]:
+        """Return the first thing that each of the refused settings lacks, by resource."""
+        found: dict[str, list[Fit]] = defaultdict(list)
+        for placement in self.refused:
+            fit = next(fit for fit in placement.fits if not fit.ok)
+            found[fit.what].append(fit)
+        return found
+
+    def _refusals(self) -> Iterator[str]:
+        for what, fits in self.lacking().items():
+            nearest = min(fits)
+            sizes = f"{format_size(nearest.needed_bytes)} of {format_size(nearest.available_bytes)}"
+            yield f"{len(fits)} settings need more {what} than there is: the nearest {sizes}"
 
     def assumptions(self) -> list[str]:
         """Return what the figures rest on, a line each."""
@@ -207,12 +213,12 @@ class SearchResult:
                 for name, years in self.lifespans.items()
             },
             "refused": {
-                one.what: {
-                    "settings": one.count,
-                    "nearest_needed_bytes": one.needed_bytes,
-                    "available_bytes": one.available_bytes,
+                what: {
+                    "settings": len(fits),
+                    "nearest_needed_bytes": min(fit.needed_bytes for fit in fits),
+                    "available_bytes": fits[0].available_bytes,
                 }
-                for one in self.refused
+                for what, fits in self.lacking().items()
             },
             "tried": self.tried,
             "searched": self.space.bound(),
@@ -226,7 +232,7 @@ class SearchResult:
         found = ["Nothing fits."]
         if self.candidates:
             found = [self._table(), self._places(), self._stages(), self._drives()]
-        searched = markdown_list("Searched", [*tried, *self.refused])
+        searched = markdown_list("Searched", [*tried, *self._refusals()])
         assumed = markdown_list("Assumed", self.assumptions())
         return "\n\n".join([title, *found, searched, assumed])
 

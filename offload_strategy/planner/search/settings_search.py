@@ -15,19 +15,14 @@ fast; of these, the ones that offload, write and recompute the least are taken.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.search_result import (
-    Candidate,
-    Model,
-    Refusal,
-    SearchResult,
-    Space,
-)
+from offload_strategy.planner.search.search_result import Candidate, Model, SearchResult, Space
 from offload_strategy.planner.search.settings import Placement, Settings
 from offload_strategy.telemetry import Progress
 
@@ -53,29 +48,28 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
         for found in candidates.best_of_each_kind():
             for settings in _around(found.settings, space):
                 candidates.try_settings(settings)
-    best, refused = tuple(candidates.ranked()[:_KEPT]), tuple(candidates.refused.values())
-    return SearchResult(model, space, best, refused, candidates.tried, candidates.nearest)
+    best, refused = tuple(candidates.ranked()[:_KEPT]), tuple(candidates.refused)
+    return SearchResult(model, space, best, refused, candidates.tried)
 
 
 class _Candidates:
     """The candidates of each kind, and what was refused."""
 
     def __init__(self, model: Model, tolerance: float) -> None:
-        self.refused: dict[str, Refusal] = {}
-        self.nearest: Placement | None = None
+        self.refused: list[Placement] = []
         self.tried = 0
         self._model, self._least = model, 1 - tolerance
-        self._kinds: dict[object, list[Candidate]] = {}
+        self._kinds: dict[object, list[Candidate]] = defaultdict(list)
 
     def try_settings(self, settings: Settings) -> None:
         """Time settings with every order of host memory, or note why they do not fit."""
         for one in _orders(self._model, settings):
             self.tried += 1
-            if not one.ok:
-                self._refuse(one)
-                continue
-            found = Candidate(one, self._model.step_time(one))
-            self._kinds.setdefault(_kind(found), []).append(found)
+            if one.ok:
+                found = Candidate(one, self._model.step_time(one))
+                self._kinds[_kind(found)].append(found)
+            else:
+                self.refused.append(one)
 
     def best_of_each_kind(self) -> list[Candidate]:
         return [self._best(found) for found in self._kinds.values()]
@@ -103,14 +97,6 @@ class _Candidates:
     def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
         tokens = found.settings.tokens
         return tokens // found.settings.micro_batches < self._model.busy_tokens, tokens
-
-    def _refuse(self, placement: Placement) -> None:
-        if self.nearest is None or placement.shortage < self.nearest.shortage:
-            self.nearest = placement
-        fit = next(fit for fit in placement.fits if not fit.ok)
-        old = self.refused.get(fit.what, Refusal(fit.what, 0, fit.needed_bytes, 0))
-        nearest = min(fit.needed_bytes, old.needed_bytes)
-        self.refused[fit.what] = Refusal(fit.what, old.count + 1, nearest, fit.available_bytes)
 
 
 def _kind(found: Candidate) -> object:
