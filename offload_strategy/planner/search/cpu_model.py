@@ -114,12 +114,12 @@ class _CpuPlacement:
 
     def __init__(self, model: CpuModel, settings: Settings) -> None:
         self._model, self._settings, request = model, settings, model.request
-        self._sizes = sizes = model_sizes(model.shape, model.micro_batch(settings))
+        self._sizes = model_sizes(model.shape, model.micro_batch(settings))
         self._room = request.room_bytes - request.cores.process_bytes
-        self._weights = ELEMENT_BYTES * sizes.parameters
+        self._weights = ELEMENT_BYTES * model.shape.parameters
         # States that stay are as the optimizer makes them.
         each = _MOMENT_BYTES[settings.state_dtype if settings.offloads_optimizer else "float32"]
-        self._states = each * sizes.parameters
+        self._states = each * model.shape.parameters
         commits = settings.offloads_optimizer and settings.overlap == "commit"
         self._commits, self._copies = commits, 2 if commits else 1
         self._subgroup = 0
@@ -127,7 +127,7 @@ class _CpuPlacement:
         self._staging = 0
         if settings.offloads_optimizer:
             memory = self._room // SUBGROUPS_SHARE
-            self._subgroup = subgroup_size(sizes.parameters, each + ELEMENT_BYTES, memory)
+            self._subgroup = subgroup_size(model.shape.parameters, each + ELEMENT_BYTES, memory)
             if commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
@@ -214,18 +214,13 @@ class _CpuPlacement:
 
     def _splits(self, kept: _InMemory) -> dict[OffloadedKind, TierSplit]:
         """Return what is where."""
-        found = dict[OffloadedKind, TierSplit]()
-        if self._settings.streams_weights:
-            found["weights"] = TierSplit(0, self._weights)
-        if kept.left:
-            found["activations"] = TierSplit(0, kept.left)
-        if self._commits:
-            waits = kept.gradients + kept.new_weights
-            found["waiting"] = TierSplit(waits, 2 * self._weights - waits)
-        if self._settings.offloads_optimizer:
-            stay = self._copies * kept.states
-            found["states"] = TierSplit(stay, self._copies * self._states - stay)
-        return found
+        in_memory: dict[OffloadedKind, int] = {
+            "waiting": kept.gradients + kept.new_weights,
+            "states": self._copies * kept.states,
+        }
+        leaving = self._model.leaving(self._settings, kept.left)
+        splits = ((kind, in_memory.get(kind, 0), nbytes) for kind, nbytes in leaving.items())
+        return {kind: TierSplit(stays, nbytes - stays) for kind, stays, nbytes in splits}
 
     # ------------------------------------------------------------------ moments
     def _saved(self, layers: int) -> float:
@@ -255,7 +250,7 @@ class _CpuPlacement:
         yield _Moment(logits + ends, saved, away, 0)
         # A pass over a layer: gradients of what is wide in it, and of its input and result.
         wide = 2 * sizes.layer_input * (1 + shape.inner / shape.hidden)
-        arriving = ELEMENT_BYTES * sizes.layer_parameters
+        arriving = ELEMENT_BYTES * shape.layer_parameters
         each = (self._weights - ends) / layers
         for layer in sorted({layers, again + 1, again, 1} & set(range(1, layers + 1))):
             others = wide + arriving + (sizes.saved_layer if layer <= again else 0)

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import math
 
-from offload_strategy.plan_runtime.space_requirements import (
-    SUBGROUPS_IN_FLIGHT,
-    optimizer_need,
-    subgroup_size,
-)
+from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.planner.request import Cores, Request
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
@@ -86,13 +82,13 @@ class GpuModel(SearchModel):
 
     def place(self, settings: Settings) -> Placement:
         """Return where the tensors of a run are, and the memory that this needs."""
-        request = self.request
-        sizes = model_sizes(self.shape, self.micro_batch(settings))
+        request, shape = self.request, self.shape
+        sizes = model_sizes(shape, self.micro_batch(settings))
         host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
             each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
-            subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
+            subgroup = subgroup_size(shape.parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
         left, device = self._on_device(settings, sizes, in_flight)
         staging = 0
@@ -100,11 +96,18 @@ class GpuModel(SearchModel):
             # Host buffers without which nothing can be offloaded; more if there is memory for them.
             staging = in_flight + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
             if settings.offloads_optimizer:
-                staging += WEIGHT_BYTES * sizes.layer_parameters
+                staging += WEIGHT_BYTES * shape.layer_parameters
             if settings.streams_weights:
-                staging += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
+                staging += weights_in_flight_bytes(shape, settings.blocks_in_flight)
             staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE))
-        offloaded = _offloaded(sizes, settings, left, host_room - staging)
+        leaving, room = self.leaving(settings, left), max(0, host_room - staging)
+        offloaded: dict[OffloadedKind, TierSplit] = {}
+        for kind in settings.host_priority:
+            if nbytes := leaving.get(kind):
+                # A tier of a few bytes would hold nothing.
+                taken = nbytes if nbytes <= room else room // _GRAIN * _GRAIN
+                room -= taken
+                offloaded[kind] = TierSplit(taken, nbytes - taken)
         waiting = offloaded.get("waiting", TierSplit(0, 0)).host_bytes
         host = staging + sum(split.host_bytes for split in offloaded.values())
         disk = sum(split.ssd_bytes for split in offloaded.values())
@@ -124,21 +127,21 @@ class GpuModel(SearchModel):
 
     def _on_device(self, settings: Settings, sizes: ModelSizes, in_flight: int) -> tuple[int, int]:
         """Return the bytes of what layers save that leave, and the device's peak."""
-        layers = self.shape.layers
-        share = settings.recomputed_layers / layers
-        inputs = settings.recomputed_layers * sizes.layer_input
+        shape, recomputed_layers = self.shape, settings.recomputed_layers
+        share = recomputed_layers / shape.layers
+        inputs = recomputed_layers * sizes.layer_input
         saved = int(sizes.saved * (1 - share)) + inputs
-        last = sizes.saved_layer if settings.recomputed_layers < layers else sizes.layer_input
+        last = sizes.saved_layer if recomputed_layers < shape.layers else sizes.layer_input
         movable = int(sizes.movable * (1 - share))
         movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
-        weights = parameters = sizes.parameters
+        weights = parameters = shape.parameters
         if settings.streams_weights:
-            weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
+            weights = settings.blocks_in_flight * shape.layer_parameters + shape.end_parameters
         gradients, states = parameters, STATE_BYTES[settings.state_dtype] * parameters
         if settings.offloads_optimizer:
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
-                gradients = sizes.layer_parameters
+                gradients = shape.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
         limit = _DEVICE_SHARE * self.request.device.memory_bytes
@@ -147,29 +150,3 @@ class GpuModel(SearchModel):
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         return left, base + saved + (last - left if left else 0)
-
-
-def _offloaded(
-    sizes: ModelSizes, settings: Settings, activations: int, room: int
-) -> dict[OffloadedKind, TierSplit]:
-    """Return where what leaves the device goes, if host memory has so much room."""
-    weights = WEIGHT_BYTES * sizes.parameters
-    leaving: dict[OffloadedKind, int] = {"activations": activations}
-    if settings.offloads_optimizer:
-        states = STATE_BYTES[settings.state_dtype] * sizes.parameters
-        # `optimizer_need` counts new weights with the updates; here they are among what waits.
-        leaving["states"] = optimizer_need(states, 0, settings.overlap)
-        if settings.overlap == "commit":
-            leaving["waiting"] = 2 * weights
-    if settings.streams_weights:
-        leaving["weights"] = weights
-    found: dict[OffloadedKind, TierSplit] = {}
-    room = max(0, room)
-    for kind in settings.host_priority:
-        if not (nbytes := leaving.get(kind, 0)):
-            continue
-        # A tier of a few bytes would hold nothing.
-        taken = nbytes if nbytes <= room else room // _GRAIN * _GRAIN
-        room -= taken
-        found[kind] = TierSplit(taken, nbytes - taken)
-    return found

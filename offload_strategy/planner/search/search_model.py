@@ -24,9 +24,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.plan_runtime.space_requirements import optimizer_need
 from offload_strategy.planner.request import HOOK_SECONDS, Cores, CpuRequest, Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, layer_tensors
-from offload_strategy.planner.search.settings import Placement, Settings, StateType, TierSplit
+from offload_strategy.planner.search.settings import (
+    OffloadedKind,
+    Placement,
+    Settings,
+    StateType,
+    TierSplit,
+)
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 
 #: Copies of all weights: one before the update and one after it, with a comparison of their bits.
@@ -55,6 +62,22 @@ class SearchModel:
                 f"model has {self.shape.layers}: give 0 to {self.shape.layers}"
             )
         return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
+
+    def leaving(self, settings: Settings, activations: int) -> dict[OffloadedKind, int]:
+        """Return the bytes that leave the device by kind, if so many bytes of activations do."""
+        weights = self.dtype_bytes * self.shape.parameters
+        found: dict[OffloadedKind, int] = {}
+        if settings.streams_weights:
+            found["weights"] = weights
+        if activations:
+            found["activations"] = activations
+        if settings.offloads_optimizer:
+            if settings.overlap == "commit":
+                found["waiting"] = 2 * weights
+            states = self.state_bytes[settings.state_dtype] * self.shape.parameters
+            # `optimizer_need` counts new weights with the updates; here they are among what waits.
+            found["states"] = optimizer_need(states, 0, settings.overlap)
+        return found
 
     def step_time(self, placement: Placement) -> StepTime:
         """Predict the time of a step; see [Note: stages of a step]."""

@@ -287,12 +287,12 @@ class SearchResult:
 
     def _drives(self) -> str:
         """Return what the best settings write, and how long the drives last."""
-        step, lifespans = self.best.step, self.lifespans
-        per_day = step.moved_bytes("written") / step.seconds * SECONDS_PER_DAY
+        step = self.best.step
+        written = step.moved_bytes("written")
+        per_day = written / step.seconds * SECONDS_PER_DAY
         rows = [
-            ("written in a step", f"{step.moved_bytes('written') / 1e9:.1f} GB"),
-            ("written in a day", f"{per_day / 1e12:.1f} TB"),
-            *((f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans.items()),
+            ("written in a step", f"{written / 1e9:.1f} GB"),
+            ("written in a day", f"{per_day / _TB:.1f} TB"),
         ]
         if (budget := self.model.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
@@ -300,8 +300,10 @@ class SearchResult:
             activations *= self.best.settings.micro_batches
             others = max(0.0, per_day - activations / step.seconds * SECONDS_PER_DAY)
             shares = f"{per_day / budget:.0%}, without activations {others / budget:.0%}"
-            rows.insert(2, ("of the budget for a day", shares))
-        if not lifespans:
+            rows.append(("of the budget for a day", shares))
+        lifespans = self.lifespans.items()
+        rows += [(f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans]
+        if self.model.drives.endurance_bytes is None:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
 

@@ -148,25 +148,19 @@ class Placement:
 
 
 class ModelSizes(NamedTuple):
-    """Sizes that follow from the model and the work of a micro-batch alone."""
+    """Bytes that follow from the model and the work of a micro-batch alone."""
 
-    parameters: int
-    layer_parameters: int  # Of the largest layer
-    ends: int  # Parameters of embedding and head
-    saved: int  # Bytes that all layers save for backward
+    saved: int  # What all layers save for backward
     movable: int  # Of these, what is large enough to be offloaded
-    saved_layer: int  # Bytes that the largest layer saves
-    layer_input: int  # Bytes
-    logits: int  # Bytes, of one sequence
+    saved_layer: int  # What the largest layer saves
+    layer_input: int
+    logits: int  # Of one sequence
 
 
 @functools.lru_cache(maxsize=4096)
 def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
     """Count what does not depend on the settings."""
     return ModelSizes(
-        parameters=shape.parameters,
-        layer_parameters=shape.layer_parameters,
-        ends=shape.end_parameters,
         saved=activation_bytes(shape, work, 0),
         movable=activation_bytes(shape, work, MIN_STORAGE_BYTES // work.dtype_bytes),
         saved_layer=layer_activation_bytes(shape, work),
