@@ -34,9 +34,8 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
-from offload_strategy.planner.request import CpuRequest, Request
+from offload_strategy.planner.request import CpuRequest, Request, StateType
 from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml
-from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import format_size, markdown_list

@@ -32,22 +32,20 @@ from typing import NamedTuple
 
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
-from offload_strategy.planner.request import ELEMENT_BYTES, CpuRequest
+from offload_strategy.planner.request import ELEMENT_BYTES, STATE_BYTES, CpuRequest
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
-    STATE_BYTES,
     SUBGROUPS_SHARE,
     Fit,
     OffloadedKind,
     Placement,
     Settings,
-    StateType,
     TierSplit,
     model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.units import MiB, format_size
+from offload_strategy.units import MiB
 
 #: Tensors of logits at a time.
 _LOGITS = 3
@@ -62,20 +60,11 @@ _MOMENT_BYTES = {dtype: nbytes - ELEMENT_BYTES for dtype, nbytes in STATE_BYTES.
 class CpuModel(SearchModel):
     """Training on the CPU in float32."""
 
+    request: CpuRequest
     on_cpu = True
     busy_tokens = 0
     dtype_bytes = ELEMENT_BYTES
     state_bytes = _MOMENT_BYTES
-
-    def __init__(self, request: CpuRequest) -> None:
-        super().__init__(request, request.cores)
-        self.request = request
-        memory = f"{format_size(request.memory_bytes)} of memory"
-        self.machine = f"on the CPU with {request.drives.name} and {memory}"
-
-    def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
-        """Return what the figures rest on, a line each."""
-        return self.request.assumptions()
 
     def competing(self, placement: Placement) -> tuple[OffloadedKind, ...]:
         """Return all but streamed weights; what stays in this order may leave in another."""

@@ -14,32 +14,22 @@ from __future__ import annotations
 import math
 
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
-from offload_strategy.planner.request import Cores, Request
+from offload_strategy.planner.request import DEVICE_SHARE, STATE_BYTES, WEIGHT_BYTES, Request
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
-    STATE_BYTES,
     SUBGROUPS_SHARE,
-    WEIGHT_BYTES,
     Fit,
     ModelSizes,
     OffloadedKind,
     Placement,
     Settings,
-    StateType,
     TierSplit,
     model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.units import GiB, MiB, format_size
+from offload_strategy.units import GiB, MiB
 
-#: Share of device memory up to which activations stay: the count is not exact, and allocators
-#: leave gaps.
-_DEVICE_SHARE = 0.9
-#: Share of host memory that training may take; the rest is for the system and the data.
-_HOST_SHARE = 0.9
-#: Interpreter, libraries and device contexts: at most 1.8 GiB in MemAscend's measurements.
-_PROCESS_BYTES = 2 * GiB
 #: Bytes of staging buffers if there is memory for them, and the part of it that they take at most.
 _STAGING_BYTES = 4 * GiB
 _STAGING_SHARE = 8
@@ -51,30 +41,12 @@ _GRAIN = 256 * MiB
 class GpuModel(SearchModel):
     """Training on a GPU in half precision."""
 
+    request: Request
     on_cpu = False
     dtype_bytes = WEIGHT_BYTES
     state_bytes = STATE_BYTES
     #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.
     busy_tokens = 4096
-
-    def __init__(self, request: Request) -> None:
-        # Copies on a GPU, and updates, take no time that counts.
-        super().__init__(request, Cores(request.flops, math.inf, math.inf, _PROCESS_BYTES))
-        self.request = request
-        memory = f"{format_size(request.host_memory_bytes)} of host memory"
-        self.machine = f"on {request.device.name} with {request.drives.name} and {memory}"
-
-    def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
-        """Return what the figures rest on, a line each."""
-        return [
-            *self.request.assumptions(),
-            "everything overlaps as well as it can; measured steps are longer",
-            f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
-            f"parameter, a float32 copy of the weights among them; weights, gradients and "
-            f"activations of 2 bytes",
-            "states are updated on the device, whose time for that does not count",
-            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
-        ]
 
     def competing(self, placement: Placement) -> tuple[OffloadedKind, ...]:
         """Return what has left the device, if host memory has no room for all of it."""
@@ -84,7 +56,7 @@ class GpuModel(SearchModel):
         """Return where the tensors of a run are, and the memory that this needs."""
         request, shape = self.request, self.shape
         sizes = model_sizes(shape, self.micro_batch(settings))
-        host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
+        host_room = request.room_bytes
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
             each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
@@ -117,7 +89,7 @@ class GpuModel(SearchModel):
             fits=(
                 Fit("device memory", device, request.device.memory_bytes),
                 Fit("host memory", host, max(0, host_room)),
-                Fit("disk", disk, self.drives.capacity_bytes),
+                Fit("disk", disk, request.drives.capacity_bytes),
             ),
             subgroup_size=subgroup,
             # Gradients of a device wait in buffers as well; new weights may take half of them.
@@ -144,7 +116,7 @@ class GpuModel(SearchModel):
                 gradients = shape.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
-        limit = _DEVICE_SHARE * self.request.device.memory_bytes
+        limit = DEVICE_SHARE * self.request.device.memory_bytes
         if base + saved <= limit:
             return 0, base + saved
         # The last layer's tensors are needed at once; another layer's are on their way.

@@ -25,15 +25,9 @@ from collections.abc import Mapping
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import optimizer_need
-from offload_strategy.planner.request import HOOK_SECONDS, Cores, CpuRequest, Request
+from offload_strategy.planner.request import HOOK_SECONDS, CpuRequest, Request, StateType
 from offload_strategy.planner.saved_tensor_bytes import Workload, layer_tensors
-from offload_strategy.planner.search.settings import (
-    OffloadedKind,
-    Placement,
-    Settings,
-    StateType,
-    TierSplit,
-)
+from offload_strategy.planner.search.settings import OffloadedKind, Placement, Settings, TierSplit
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 
 #: Copies of all weights: one before the update and one after it, with a comparison of their bits.
@@ -50,9 +44,9 @@ class SearchModel:
     dtype_bytes: int  # Of a weight, of a gradient and of an activation
     state_bytes: Mapping[StateType, int]  # Per parameter, by the type in which states are stored
 
-    def __init__(self, request: Request | CpuRequest, cores: Cores) -> None:
-        self.shape, self.drives, self.rates = request.shape, request.drives, request.rates
-        self.cores = cores  # What computes
+    def __init__(self, request: Request | CpuRequest) -> None:
+        self.request = request
+        self.shape, self.rates, self.cores = request.shape, request.rates, request.cores
 
     def micro_batch(self, settings: Settings) -> Workload:
         """Return the work of a micro-batch, after a check of the settings."""

@@ -16,15 +16,10 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import WEARS, lifespan_seconds
+from offload_strategy.planner.request import StateType
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.settings import (
-    Fit,
-    OffloadedKind,
-    Placement,
-    Settings,
-    StateType,
-)
+from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
 from offload_strategy.units import (
@@ -188,12 +183,12 @@ class SearchResult:
 
     def assumptions(self) -> list[str]:
         """Return what the figures rest on, a line each."""
-        return self.model.assumptions(self.space.state_dtypes)
+        return self.model.request.assumptions(self.space.state_dtypes)
 
     @property
     def lifespans(self) -> dict[str, float]:
         """Years of training that the drives last with the best settings, by assumption."""
-        rated = self.model.drives.endurance_bytes
+        rated = self.model.request.drives.endurance_bytes
         if rated is None or not self.candidates:
             return {}
         written = self.best.step.moved_bytes("written")
@@ -227,7 +222,7 @@ class SearchResult:
 
     def __str__(self) -> str:
         model = self.model
-        title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
+        title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.request.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
         found = ["Nothing fits."]
         if self.candidates:
@@ -294,7 +289,7 @@ class SearchResult:
             ("written in a step", f"{written / 1e9:.1f} GB"),
             ("written in a day", f"{per_day / _TB:.1f} TB"),
         ]
-        if (budget := self.model.drives.writes_per_day) is not None:
+        if (budget := self.model.request.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
             activations = self.best.placement.split("activations").ssd_bytes
             activations *= self.best.settings.micro_batches
@@ -303,7 +298,7 @@ class SearchResult:
             rows.append(("of the budget for a day", shares))
         lifespans = self.lifespans.items()
         rows += [(f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans]
-        if self.model.drives.endurance_bytes is None:
+        if self.model.request.drives.endurance_bytes is None:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
 
@@ -356,10 +351,10 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
         return sections
     paths = directories[0] if len(directories) == 1 else list(directories)
     drives: dict[str, Any] = {"name": "ssd", "kind": "ssd", "path": paths}
-    if model.drives.endurance_bytes is not None:
-        drives["endurance_tbw"] = round(model.drives.endurance_bytes / _TB)
-    if model.drives.writes_per_day is not None:
-        drives["writes_per_day"] = model.drives.writes_per_day
+    if model.request.drives.endurance_bytes is not None:
+        drives["endurance_tbw"] = round(model.request.drives.endurance_bytes / _TB)
+    if model.request.drives.writes_per_day is not None:
+        drives["writes_per_day"] = model.request.drives.writes_per_day
     sections = {"tiers": [*tiers, drives], **sections}
     if "optimizer" in best.offloads:
         sections["optimizer"] |= {
@@ -383,7 +378,7 @@ def _comments(found: SearchResult) -> Iterator[str]:
     best, model, settings = found.best, found.model, found.best.settings
     measured = "no step was measured" if model.on_cpu else "nothing was measured"
     yield f"Found by `ssd-offload plan --search`, by the analytical model: {measured}."
-    yield from _wrapped(f"For {model.shape.parameters:,} parameters {model.machine}.")
+    yield from _wrapped(f"For {model.shape.parameters:,} parameters {model.request.machine}.")
     yield ""
     yield (
         f"Predicted: {rounded(best.tokens_per_second)} tokens/s, {best.step.seconds:.2f} s a step; "

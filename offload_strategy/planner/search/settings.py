@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
+from offload_strategy.planner.request import WEIGHT_BYTES, StateType
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
@@ -30,13 +31,8 @@ from offload_strategy.planner.saved_tensor_bytes import (
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
-StateType = Literal["float32", "bfloat16"]
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
-#: Bytes per parameter of both moments of Adam next to a float32 copy of the weights.
-STATE_BYTES: Mapping[StateType, int] = {"float32": 12, "bfloat16": 8}
-#: Bytes per parameter of weights, and of gradients, in half precision.
-WEIGHT_BYTES = 2
 #: Smaller storages are not offloaded (`activations.min_size`).
 MIN_STORAGE_BYTES = 1 * MiB
 #: Subgroups in flight may take one part in so many of the memory that training may take.
