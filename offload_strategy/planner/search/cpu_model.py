@@ -35,7 +35,6 @@ from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT
 from offload_strategy.planner.request import ELEMENT_BYTES, STATE_BYTES, CpuRequest
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
-    MIN_STORAGE_BYTES,
     SUBGROUPS_SHARE,
     Fit,
     OffloadedKind,
@@ -212,31 +211,30 @@ class _CpuPlacement:
         return {kind: TierSplit(stays, nbytes - stays) for kind, stays, nbytes in splits}
 
     # ------------------------------------------------------------------ moments
-    def _saved(self, layers: int) -> float:
-        """Bytes that the first layers have saved; of those that are computed again their input."""
-        return self._of_layers(layers, self._sizes.saved, self._sizes.layer_input)
-
-    def _movable(self, layers: int) -> float:
-        """What of it may leave."""
-        size = self._sizes.layer_input
-        return self._of_layers(layers, self._sizes.movable, size * (size >= MIN_STORAGE_BYTES))
-
     def _of_layers(self, layers: int, whole: int, layer_input: int) -> float:
+        """Bytes of the first layers; of those that are computed again their input."""
         inputs = min(layers, self._settings.recomputed_layers)
         return inputs * layer_input + (layers - inputs) * whole / self._model.shape.layers
 
-    def _away(self, layer: int) -> float:
-        """What may be away while a layer computes backward: the one before it is on its way."""
-        return max(0.0, 2 * self._movable(layer - 1) - self._movable(layer))
+    def _saved_and_away(self, layer: int) -> tuple[float, float]:
+        """What is saved, and what of it may be away while a layer computes backward.
+
+        The layer before it is on its way.
+        """
+        sizes = self._sizes
+        saved = self._of_layers(layer, sizes.saved, sizes.layer_input)
+        now = self._of_layers(layer, sizes.movable, sizes.movable_input)
+        before = self._of_layers(layer - 1, sizes.movable, sizes.movable_input)
+        return saved, max(0.0, 2 * before - now)
 
     def _all_moments(self) -> Iterator[_Moment]:
         shape, sizes, settings = self._model.shape, self._sizes, self._settings
         layers, again = shape.layers, settings.recomputed_layers
         logits = sizes.logits * settings.micro_batch
         ends = ELEMENT_BYTES * shape.vocabulary * shape.hidden
-        saved, away = self._saved(layers), self._away(layers)
-        yield _Moment(_LOGITS * logits, saved, away, 0)
-        yield _Moment(logits + ends, saved, away, 0)
+        at_head = self._saved_and_away(layers)
+        yield _Moment(_LOGITS * logits, *at_head, 0)
+        yield _Moment(logits + ends, *at_head, 0)
         # A pass over a layer: gradients of what is wide in it, and of its input and result.
         wide = 2 * sizes.layer_input * (1 + shape.inner / shape.hidden)
         arriving = ELEMENT_BYTES * shape.layer_parameters
@@ -244,7 +242,7 @@ class _CpuPlacement:
         for layer in sorted({layers, again + 1, again, 1} & set(range(1, layers + 1))):
             others = wide + arriving + (sizes.saved_layer if layer <= again else 0)
             done = ends + (layers - layer) * each
-            yield _Moment(others, self._saved(layer), self._away(layer), min(done, self._weights))
+            yield _Moment(others, *self._saved_and_away(layer), min(done, self._weights))
         parts = (2 if shape.tied else 1) * ends
         yield _Moment(sizes.layer_input + parts, 0, 0, self._weights - ends)
         yield _Moment(0, 0, 0, self._weights)

@@ -17,7 +17,6 @@ from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT
 from offload_strategy.planner.request import DEVICE_SHARE, STATE_BYTES, WEIGHT_BYTES, Request
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
-    MIN_STORAGE_BYTES,
     SUBGROUPS_SHARE,
     Fit,
     ModelSizes,
@@ -104,8 +103,7 @@ class GpuModel(SearchModel):
         inputs = recomputed_layers * sizes.layer_input
         saved = int(sizes.saved * (1 - share)) + inputs
         last = sizes.saved_layer if recomputed_layers < shape.layers else sizes.layer_input
-        movable = int(sizes.movable * (1 - share))
-        movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
+        movable = int(sizes.movable * (1 - share)) + recomputed_layers * sizes.movable_input
         weights = parameters = shape.parameters
         if settings.streams_weights:
             weights = settings.blocks_in_flight * shape.layer_parameters + shape.end_parameters

@@ -34,7 +34,7 @@ from offload_strategy.units import MiB
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
 #: Smaller storages are not offloaded (`activations.min_size`).
-MIN_STORAGE_BYTES = 1 * MiB
+_MIN_STORAGE_BYTES = 1 * MiB
 #: Subgroups in flight may take one part in so many of the memory that training may take.
 SUBGROUPS_SHARE = 8
 
@@ -150,17 +150,20 @@ class ModelSizes(NamedTuple):
     movable: int  # Of these, what is large enough to be offloaded
     saved_layer: int  # What the largest layer saves
     layer_input: int
+    movable_input: int  # The same, or 0 if it is too small to be offloaded
     logits: int  # Of one sequence
 
 
 @functools.lru_cache(maxsize=4096)
 def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
     """Count what does not depend on the settings."""
+    layer_input = work.tokens * shape.hidden * work.dtype_bytes
     return ModelSizes(
         saved=activation_bytes(shape, work, 0),
-        movable=activation_bytes(shape, work, MIN_STORAGE_BYTES // work.dtype_bytes),
+        movable=activation_bytes(shape, work, _MIN_STORAGE_BYTES // work.dtype_bytes),
         saved_layer=layer_activation_bytes(shape, work),
-        layer_input=work.tokens * shape.hidden * work.dtype_bytes,
+        layer_input=layer_input,
+        movable_input=layer_input if layer_input >= _MIN_STORAGE_BYTES else 0,
         logits=work.sequence * shape.vocabulary * work.dtype_bytes,
     )
 
