@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
 
-#: What SSDTrain leaves on the device: tensors of fewer elements (algorithm 1, line 2).
-SMALL_ELEMENTS = 2**20
 #: Flash attention keeps a float32 for each row of each head.
 _STATISTICS_BYTES = 4
 
@@ -85,9 +83,7 @@ def layer_tensors(
     return tensors
 
 
-def activation_bytes(
-    shape: TransformerShape, work: Workload, min_elements: int = SMALL_ELEMENTS
-) -> int:
+def activation_bytes(shape: TransformerShape, work: Workload, min_elements: int) -> int:
     """Bytes that a forward pass saves in tensors of at least `min_elements`.
 
     Counted are all layers and the norm after them. The head is left out: its backward pass begins

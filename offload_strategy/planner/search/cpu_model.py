@@ -132,7 +132,13 @@ class _CpuPlacement:
             for kind in self._settings.host_priority:
                 self._assign(kind, kept)
         request = self._model.request
-        offloaded = self._splits(kept)
+        in_memory: dict[OffloadedKind, int] = {
+            "waiting": kept.gradients + kept.new_weights,
+            "states": self._copies * kept.states,
+        }
+        leaving = self._model.leaving(self._settings, kept.left)
+        splits = ((kind, in_memory.get(kind, 0), nbytes) for kind, nbytes in leaving.items())
+        offloaded = {kind: TierSplit(stays, nbytes - stays) for kind, stays, nbytes in splits}
         disk = sum(split.ssd_bytes for split in offloaded.values())
         read_ahead = min(kept.left, 2 * self._sizes.saved_layer) + _SLACK_BYTES if kept.left else 0
         return Placement(
@@ -199,16 +205,6 @@ class _CpuPlacement:
         room -= self._all_the_time(kept)
         free = ((int(room - self._at(one, kept)), one.done) for one in self._moments)
         return max(0, min((most for most, done in free if most < done), default=self._weights))
-
-    def _splits(self, kept: _InMemory) -> dict[OffloadedKind, TierSplit]:
-        """Return what is where."""
-        in_memory: dict[OffloadedKind, int] = {
-            "waiting": kept.gradients + kept.new_weights,
-            "states": self._copies * kept.states,
-        }
-        leaving = self._model.leaving(self._settings, kept.left)
-        splits = ((kind, in_memory.get(kind, 0), nbytes) for kind, nbytes in leaving.items())
-        return {kind: TierSplit(stays, nbytes - stays) for kind, stays, nbytes in splits}
 
     # ------------------------------------------------------------------ moments
     def _of_layers(self, layers: int, whole: int, layer_input: int) -> float:
