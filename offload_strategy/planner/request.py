@@ -47,7 +47,7 @@ _HOST_SHARE = 0.9
 _PROCESS_BYTES = 2 * GiB
 #: Share of the memory of a machine without a GPU that the search plans for.
 MEMORY_SHARE = 0.95
-#: Share of memory that the plan of a run keeps to, which knows what there really is.
+#: Share that the plan of a run keeps to (`planning.device_memory`): it knows what there really is.
 LIMIT_SHARE = 0.96
 _TERA = 1e12
 _GB = 1e9
@@ -191,11 +191,6 @@ class CpuRequest:
     def room_bytes(self) -> int:
         """Memory that training may take, the process included."""
         return int(MEMORY_SHARE * self.memory_bytes)
-
-    @property
-    def limit_bytes(self) -> int:
-        """Memory that the plan of a run keeps to (`planning.device_memory`)."""
-        return int(LIMIT_SHARE * self.memory_bytes)
 
     @property
     def machine(self) -> str:

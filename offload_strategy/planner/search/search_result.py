@@ -16,7 +16,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import WEARS, lifespan_seconds
-from offload_strategy.planner.request import StateType
+from offload_strategy.planner.request import LIMIT_SHARE, StateType
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
@@ -42,6 +42,14 @@ _KINDS: dict[OffloadedKind, str] = {
     "activations": "activations of a micro-batch",
     "waiting": "gradients and new weights until `step()`",
     "states": "states",
+}
+
+
+#: Sections of the config, and the bytes that the host tier of each holds.
+_CLIENTS: dict[str, OffloadedKind] = {
+    "parameters": "weights",
+    "activations": "activations",
+    "optimizer": "states",
 }
 
 
@@ -112,12 +120,8 @@ class Candidate:
     @property
     def offloads(self) -> tuple[str, ...]:
         """What is offloaded, of "activations", "optimizer" and "parameters"."""
-        names = {
-            "activations": self.placement.split("activations").total_bytes > 0,
-            "optimizer": self.settings.offloads_optimizer,
-            "parameters": self.settings.streams_weights,
-        }
-        return tuple(name for name, offloaded in names.items() if offloaded)
+        offloaded = self.placement.offloaded
+        return tuple(sorted(client for client, kind in _CLIENTS.items() if kind in offloaded))
 
     @property
     def update(self) -> str:
@@ -310,12 +314,6 @@ def rounded(number: float) -> str:
 
 _TB = 1e12
 _WIDTH = 96
-#: Sections of the config, and the bytes that the host tier of each holds.
-_CLIENTS: dict[str, OffloadedKind] = {
-    "parameters": "weights",
-    "activations": "activations",
-    "optimizer": "states",
-}
 
 
 # ---------------------------------------------------------------------- the config file
@@ -369,8 +367,10 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
     sections["memory"] = {"pinned": _size(placement.pinned_bytes)}
     if "activations" in best.offloads:
         # The search counted what leaves; the run measures in its first steps what has to leave.
-        limit = _size(model.request.limit_bytes) if isinstance(model, CpuModel) else "auto"
-        sections["planning"] = {"device_memory": limit}
+        sections["planning"] = {"device_memory": "auto"}
+        if isinstance(model, CpuModel):
+            limit = int(LIMIT_SHARE * model.request.memory_bytes)
+            sections["planning"]["device_memory"] = _size(limit)
     return sections
 
 
