@@ -189,7 +189,7 @@ def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:
     found, one = list[SearchResult](), fastest
     while one.candidates:
         found.append(one)
-        request, need = one.model.request, one.best.placement.fits[0].needed_bytes
+        request, need = one.request, one.best.placement.fits[0].needed_bytes
         if isinstance(request, CpuRequest):
             less: Any = {"memory_bytes": int(_LESS * min(request.memory_bytes, need))}
         else:
@@ -203,7 +203,7 @@ def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:
 
 def fitting(nothing: SearchResult) -> Iterator[str]:
     """Say what to take for a model that does not fit, a line each."""
-    request, space = nothing.model.request, nothing.space
+    request, space = nothing.request, nothing.space
     batches = range(1, space.batch or 1)
     batch = bisect.bisect_left(
         batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
@@ -217,7 +217,7 @@ def fitting(nothing: SearchResult) -> Iterator[str]:
 
 def doublings(fastest: SearchResult) -> Iterator[str]:
     """Say what makes training at least twice as fast, by the model of the search, a line each."""
-    request, space = fastest.model.request, fastest.space
+    request, space = fastest.request, fastest.space
     drives, batch = request.drives, space.batch or 1
     memory = "memory_bytes" if isinstance(request, CpuRequest) else "host_memory_bytes"
     has, now = getattr(request, memory), fastest.best.tokens_per_second

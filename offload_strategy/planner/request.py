@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive
@@ -59,6 +59,7 @@ _YARDSTICK = "a100-80g-pcie"
 class Request:
     """A model and a machine with a GPU."""
 
+    on_cpu: ClassVar[bool] = False
     shape: TransformerShape
     device: Device
     drives: Drive
@@ -171,6 +172,7 @@ class Cores:
 class CpuRequest:
     """A run on a machine that trains on its CPU in float32."""
 
+    on_cpu: ClassVar[bool] = True
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives

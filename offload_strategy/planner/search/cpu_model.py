@@ -60,7 +60,6 @@ class CpuModel(SearchModel):
     """Training on the CPU in float32."""
 
     request: CpuRequest
-    on_cpu = True
     busy_tokens = 0
     dtype_bytes = ELEMENT_BYTES
     state_bytes = _MOMENT_BYTES

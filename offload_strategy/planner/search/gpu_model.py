@@ -41,7 +41,6 @@ class GpuModel(SearchModel):
     """Training on a GPU in half precision."""
 
     request: Request
-    on_cpu = False
     dtype_bytes = WEIGHT_BYTES
     state_bytes = STATE_BYTES
     #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.

@@ -40,12 +40,11 @@ _COPIES_OF_ADDING = 1.5
 class SearchModel:
     """Training on a machine: the time of a step by its stages."""
 
-    on_cpu: bool
     dtype_bytes: int  # Of a weight, of a gradient and of an activation
     state_bytes: Mapping[StateType, int]  # Per parameter, by the type in which states are stored
 
     def __init__(self, request: Request | CpuRequest) -> None:
-        self.request = request
+        self.request, self.on_cpu = request, request.on_cpu
         self.shape, self.rates, self.cores = request.shape, request.rates, request.cores
 
     def micro_batch(self, settings: Settings) -> Workload:

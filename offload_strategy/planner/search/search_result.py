@@ -16,9 +16,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import WEARS, lifespan_seconds
-from offload_strategy.planner.request import LIMIT_SHARE, StateType
-from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.request import LIMIT_SHARE, CpuRequest, Request, StateType
 from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
@@ -30,8 +28,6 @@ from offload_strategy.units import (
     markdown_list,
     markdown_table,
 )
-
-Model = GpuModel | CpuModel
 
 #: Largest number of tokens of a step if no bound is given.
 USUAL_TOKENS = 1 << 20
@@ -154,7 +150,7 @@ class Candidate:
 class SearchResult:
     """The result of a search; `str` gives tables in Markdown."""
 
-    model: Model  # Model and machine
+    request: Request | CpuRequest  # Model and machine
     space: Space  # The space that was searched
     # The best of each kind (what is offloaded, whether layers are recomputed, overlap), best first
     candidates: tuple[Candidate, ...]
@@ -187,12 +183,12 @@ class SearchResult:
 
     def assumptions(self) -> list[str]:
         """Return what the figures rest on, a line each."""
-        return self.model.request.assumptions(self.space.state_dtypes)
+        return self.request.assumptions(self.space.state_dtypes)
 
     @property
     def lifespans(self) -> dict[str, float]:
         """Years of training that the drives last with the best settings, by assumption."""
-        rated = self.model.request.drives.endurance_bytes
+        rated = self.request.drives.endurance_bytes
         if rated is None or not self.candidates:
             return {}
         written = self.best.step.moved_bytes("written")
@@ -204,7 +200,7 @@ class SearchResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
         return {
-            "parameters": self.model.shape.parameters,
+            "parameters": self.request.shape.parameters,
             "candidates": [one.as_dict() for one in self.candidates],
             # Of the best settings; None if they write nothing.
             "lifespan_years": {
@@ -225,8 +221,9 @@ class SearchResult:
         }
 
     def __str__(self) -> str:
-        model = self.model
-        title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.request.machine}"
+        title = (
+            f"{self.request.shape.parameters / 1e9:.2f} billion parameters {self.request.machine}"
+        )
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
         found = ["Nothing fits."]
         if self.candidates:
@@ -238,7 +235,7 @@ class SearchResult:
     def _table(self) -> str:
         head = (
             "tokens/s | step | limits | batch | micro-batches | sequence | leaves "
-            f"{'memory' if self.model.on_cpu else 'the device'} | recomputed layers | update"
+            f"{'memory' if self.request.on_cpu else 'the device'} | recomputed layers | update"
         )
         rows = (
             (
@@ -249,7 +246,7 @@ class SearchResult:
                 one.settings.micro_batches,
                 one.settings.sequence,
                 ", ".join(one.offloads) or "nothing",
-                f"{one.settings.recomputed_layers} of {self.model.shape.layers}",
+                f"{one.settings.recomputed_layers} of {self.request.shape.layers}",
                 one.update,
                 *(format_size(fit.needed_bytes) for fit in one.placement.fits),
             )
@@ -261,9 +258,9 @@ class SearchResult:
     def _places(self) -> str:
         """Return where the tensors of the best settings are that have left the device."""
         if not (offloaded := self.best.placement.offloaded):
-            where = "in memory" if self.model.on_cpu else "on the device"
+            where = "in memory" if self.request.on_cpu else "on the device"
             return f"The first row offloads nothing: everything fits {where}."
-        memory = "in memory" if self.model.on_cpu else "in host memory"
+        memory = "in memory" if self.request.on_cpu else "in host memory"
         rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
         return markdown_table(f"first row | {memory} | on the drives", rows)
 
@@ -293,7 +290,7 @@ class SearchResult:
             ("written in a step", f"{written / 1e9:.1f} GB"),
             ("written in a day", f"{per_day / _TB:.1f} TB"),
         ]
-        if (budget := self.model.request.drives.writes_per_day) is not None:
+        if (budget := self.request.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
             activations = self.best.placement.split("activations").ssd_bytes
             activations *= self.best.settings.micro_batches
@@ -302,7 +299,7 @@ class SearchResult:
             rows.append(("of the budget for a day", shares))
         lifespans = self.lifespans.items()
         rows += [(f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans]
-        if self.model.request.drives.endurance_bytes is None:
+        if self.request.drives.endurance_bytes is None:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
 
@@ -328,7 +325,7 @@ def config_yaml(found: SearchResult, directories: Sequence[str]) -> str:
 
 
 def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]:
-    best, model = found.best, found.model
+    best, request = found.best, found.request
     placement, settings = best.placement, best.settings
     sections: dict[str, Any] = {}
     tiers: list[dict[str, Any]] = []
@@ -338,7 +335,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
             continue
         names = ["ssd"]
         capacity = placement.split(kind).host_bytes
-        if model.on_cpu and settings.overlap == "commit":
+        if request.on_cpu and settings.overlap == "commit":
             # Old and new states were both counted; the tier holds both for a while.
             capacity //= 2
         if capacity:
@@ -349,10 +346,10 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
         return sections
     paths = directories[0] if len(directories) == 1 else list(directories)
     drives: dict[str, Any] = {"name": "ssd", "kind": "ssd", "path": paths}
-    if model.request.drives.endurance_bytes is not None:
-        drives["endurance_tbw"] = round(model.request.drives.endurance_bytes / _TB)
-    if model.request.drives.writes_per_day is not None:
-        drives["writes_per_day"] = model.request.drives.writes_per_day
+    if request.drives.endurance_bytes is not None:
+        drives["endurance_tbw"] = round(request.drives.endurance_bytes / _TB)
+    if request.drives.writes_per_day is not None:
+        drives["writes_per_day"] = request.drives.writes_per_day
     sections = {"tiers": [*tiers, drives], **sections}
     if "optimizer" in best.offloads:
         sections["optimizer"] |= {
@@ -368,17 +365,17 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
     if "activations" in best.offloads:
         # The search counted what leaves; the run measures in its first steps what has to leave.
         sections["planning"] = {"device_memory": "auto"}
-        if isinstance(model, CpuModel):
-            limit = int(LIMIT_SHARE * model.request.memory_bytes)
+        if isinstance(request, CpuRequest):
+            limit = int(LIMIT_SHARE * request.memory_bytes)
             sections["planning"]["device_memory"] = _size(limit)
     return sections
 
 
 def _comments(found: SearchResult) -> Iterator[str]:
-    best, model, settings = found.best, found.model, found.best.settings
-    measured = "no step was measured" if model.on_cpu else "nothing was measured"
+    best, request, settings = found.best, found.request, found.best.settings
+    measured = "no step was measured" if request.on_cpu else "nothing was measured"
     yield f"Found by `ssd-offload plan --search`, by the analytical model: {measured}."
-    yield from _wrapped(f"For {model.shape.parameters:,} parameters {model.request.machine}.")
+    yield from _wrapped(f"For {request.shape.parameters:,} parameters {request.machine}.")
     yield ""
     yield (
         f"Predicted: {rounded(best.tokens_per_second)} tokens/s, {best.step.seconds:.2f} s a step; "
@@ -391,7 +388,7 @@ def _comments(found: SearchResult) -> Iterator[str]:
     yield "Your training script has to do the rest:"
     passes = f"{settings.micro_batches} micro-batch{'es' if settings.micro_batches > 1 else ''}"
     yield f"- {passes} of {settings.micro_batch} x {settings.sequence} tokens a step"
-    again, layers = settings.recomputed_layers, model.shape.layers
+    again, layers = settings.recomputed_layers, request.shape.layers
     if again == layers:
         yield "- checkpointing of all layers, such as model.gradient_checkpointing_enable()"
     elif again:
@@ -400,10 +397,10 @@ def _comments(found: SearchResult) -> Iterator[str]:
         yield "- no checkpointing"
     if settings.overlap == "eager" and settings.offloads_optimizer:
         yield "- no clipping and no loss scale, because overlap is eager"
-    if best.offloads and model.on_cpu:
+    if best.offloads and request.on_cpu:
         yield "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed"
         yield "  memory returns to the system"
-    if settings.offloads_optimizer and not model.on_cpu:
+    if settings.offloads_optimizer and not request.on_cpu:
         yield ""
         yield "States are counted with a float32 copy of half-precision weights. The package keeps"
         yield "one with optimizer.master_weights: true, which changes numbers: it is not set here."

@@ -22,9 +22,11 @@ from dataclasses import replace
 from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.search_result import Candidate, Model, SearchResult, Space
+from offload_strategy.planner.search.search_result import Candidate, SearchResult, Space
 from offload_strategy.planner.search.settings import Placement, Settings
 from offload_strategy.telemetry import Progress
+
+Model = GpuModel | CpuModel
 
 _AS_FAST = 0.01
 #: Recomputed layers are tried in multiples of one part in so many of all layers.
@@ -67,7 +69,7 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
         del kinds[_kind(best)]
         if not any(_at_least_as_good(better, best) for better in ranked):
             ranked.append(best)
-    return SearchResult(model, space, tuple(ranked), tuple(refused), tried)
+    return SearchResult(request, space, tuple(ranked), tuple(refused), tried)
 
 
 def _best(model: Model, space: Space, candidates: Iterable[Candidate]) -> Candidate:
