@@ -33,14 +33,15 @@ from offload_strategy.units import (
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
+_TB = 1e12
+#: Characters of a line of comments in a config file.
+_WIDTH = 96
 _KINDS: dict[OffloadedKind, str] = {
     "weights": "weights",
     "activations": "activations of a micro-batch",
     "waiting": "gradients and new weights until `step()`",
     "states": "states",
 }
-
-
 #: Sections of the config, and the bytes that the host tier of each holds.
 _CLIENTS: dict[str, OffloadedKind] = {
     "parameters": "weights",
@@ -221,9 +222,8 @@ class SearchResult:
         }
 
     def __str__(self) -> str:
-        title = (
-            f"{self.request.shape.parameters / 1e9:.2f} billion parameters {self.request.machine}"
-        )
+        billions = self.request.shape.parameters / 1e9
+        title = f"{billions:.2f} billion parameters {self.request.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
         found = ["Nothing fits."]
         if self.candidates:
@@ -307,10 +307,6 @@ class SearchResult:
 def rounded(number: float) -> str:
     """Return three significant digits, or a whole number."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-_TB = 1e12
-_WIDTH = 96
 
 
 # ---------------------------------------------------------------------- the config file
