@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.cli.this_machine import (
-    as_drives,
-    known_path,
-    measured_cores,
-    this_gpu,
-    usual_directories,
-)
+from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
@@ -140,7 +134,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         return drive_set(options.ssd)
     directories = options.dir or (default_directory(),)
     if options.read is None:
-        return as_drives([known_path(one, _PROBE_SECONDS) for one in directories])
+        return as_drives(directories, _PROBE_SECONDS)
     try:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:

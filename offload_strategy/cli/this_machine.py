@@ -13,7 +13,7 @@ import contextlib
 import os
 import platform
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +97,9 @@ def known_path(directory: str | Path, seconds: float = _QUICK_SECONDS) -> Drive:
         return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
 
 
-def as_drives(known: Sequence[Drive]) -> Drive:
-    """Return paths as one drive: bytes are striped over them in proportion to their rates."""
+def as_drives(directories: Iterable[str | Path], seconds: float) -> Drive:
+    """Return known paths as one drive: bytes are striped over them in proportion to their rates."""
+    known = [known_path(directory, seconds) for directory in directories]
     names = ("read", "write", "capacity_bytes")
     figures = {name: sum(getattr(one, name) for one in known) for name in names}
     source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)

@@ -33,6 +33,7 @@ from typing import NamedTuple
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.planner.request import ELEMENT_BYTES, STATE_BYTES, CpuRequest
+from offload_strategy.planner.saved_tensor_bytes import model_sizes
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     SUBGROUPS_SHARE,
@@ -41,7 +42,6 @@ from offload_strategy.planner.search.settings import (
     Placement,
     Settings,
     TierSplit,
-    model_sizes,
     weights_in_flight_bytes,
 )
 from offload_strategy.units import MiB

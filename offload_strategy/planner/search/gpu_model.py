@@ -15,16 +15,15 @@ import math
 
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.planner.request import DEVICE_SHARE, STATE_BYTES, WEIGHT_BYTES, Request
+from offload_strategy.planner.saved_tensor_bytes import ModelSizes, model_sizes
 from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
     SUBGROUPS_SHARE,
     Fit,
-    ModelSizes,
     OffloadedKind,
     Placement,
     Settings,
     TierSplit,
-    model_sizes,
     weights_in_flight_bytes,
 )
 from offload_strategy.units import GiB, MiB

@@ -23,18 +23,11 @@ from typing import Literal, NamedTuple
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.request import WEIGHT_BYTES, StateType
-from offload_strategy.planner.saved_tensor_bytes import (
-    Workload,
-    activation_bytes,
-    layer_activation_bytes,
-)
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
-#: Smaller storages are not offloaded (`activations.min_size`).
-_MIN_STORAGE_BYTES = 1 * MiB
 #: Subgroups in flight may take one part in so many of the memory that training may take.
 SUBGROUPS_SHARE = 8
 
@@ -141,31 +134,6 @@ class Placement:
     def split(self, kind: OffloadedKind) -> TierSplit:
         """Return where the bytes of a kind are; no bytes if none has left."""
         return self.offloaded.get(kind, TierSplit(0, 0))
-
-
-class ModelSizes(NamedTuple):
-    """Bytes that follow from the model and the work of a micro-batch alone."""
-
-    saved: int  # What all layers save for backward
-    movable: int  # Of these, what is large enough to be offloaded
-    saved_layer: int  # What the largest layer saves
-    layer_input: int
-    movable_input: int  # The same, or 0 if it is too small to be offloaded
-    logits: int  # Of one sequence
-
-
-@functools.lru_cache(maxsize=4096)
-def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
-    """Count what does not depend on the settings."""
-    layer_input = work.tokens * shape.hidden * work.dtype_bytes
-    return ModelSizes(
-        saved=activation_bytes(shape, work, 0),
-        movable=activation_bytes(shape, work, _MIN_STORAGE_BYTES // work.dtype_bytes),
-        saved_layer=layer_activation_bytes(shape, work),
-        layer_input=layer_input,
-        movable_input=layer_input if layer_input >= _MIN_STORAGE_BYTES else 0,
-        logits=work.sequence * shape.vocabulary * work.dtype_bytes,
-    )
 
 
 def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[int, int]:
