@@ -25,6 +25,8 @@ SSDTRAIN_TABLE_3 = [
     (12288, 3, 12.85, 12.60, 13.8),
     (16384, 2, 10.75, 11.50, 8.76),
 ]
+#: What it leaves on the device: tensors of fewer elements (algorithm 1, line 2).
+SMALL_ELEMENTS = 2**20
 #: SSDTrain, section III-D: rated bytes of the four drives for each device.
 FOUR_980 = 4 * 600e12
 
@@ -199,7 +201,7 @@ def activations_table() -> str:
     rows = []
     for hidden, layers, measured, estimate, _ in SSDTRAIN_TABLE_3:
         shape = bert(hidden, layers)
-        saved = activation_bytes(part(shape, 2), BERT_WORK)
+        saved = activation_bytes(part(shape, 2), BERT_WORK, SMALL_ELEMENTS)
         both = (size / 1e9 for size in (saved, saved + mask_bytes(shape, BERT_WORK)))
         ours = (f"{size:.2f} GB ({_off(size, measured, 1)})" for size in both)
         name = f"hidden {hidden}, {layers} layers"

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -97,19 +96,19 @@ def _memory(config: OffloadConfig) -> Iterator[Check]:
 
 
 def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
-    direct, paths = config.io.direct, [Path(path) for path in named]
-    for path in paths:
-        yield from path_checks.check_path(path, "doctor", direct=direct)
-    for tier in config.tiers if not named else ():
-        # The capacity is that of all paths together: the share of each is measured later.
-        alone = tier.capacity if len(tier.paths) == 1 else None
-        more: dict[str, Any] = {"direct": direct, "overwrite": tier.overwrite}
-        for path in tier.paths:
-            paths.append(path)
-            yield from path_checks.check_path(path, tier.name, capacity=alone, **more)
+    # The capacity is that of all paths of a tier together: the share of each is measured later.
+    places = [
+        (tier.name, path, tier.capacity if len(tier.paths) == 1 else None, tier.overwrite)
+        for tier in config.tiers
+        for path in tier.paths
+    ]
+    if named:
+        places = [("doctor", Path(path), None, False) for path in named]
+    for tier, path, capacity, overwrite in places:
+        yield from path_checks.check_path(path, tier, capacity, config.io.direct, overwrite)
     if not named:
-        yield from path_checks.check_together(config)
-    yield from path_checks.check_devices(paths)
+        yield from path_checks.check_together([place[:3] for place in places])
+    yield from path_checks.check_devices(path for _, path, *_ in places)
 
 
 def _print(report: Sequence[Check]) -> None:

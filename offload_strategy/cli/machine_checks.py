@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,7 +24,6 @@ from offload_strategy.units import format_size
 _OLDEST_TORCH = (2, 10)
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 Status = Literal["ok", "warning", "problem"]
 #: All is well; something costs speed or may surprise; training does not work.
@@ -88,21 +87,19 @@ def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
     return Check("cuFile", OK, f"nvidia-fs {version.partition(':')[2].strip() or version}")
 
 
-def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Check]:
+def check_backends(wanted: str, available: Mapping[str, str | None]) -> Iterator[Check]:
     """Check the I/O backends, of which those with a reason cannot run."""
-    checks = []
     for name, reason in available.items():
         label = f"backend {name}"
         if reason is None:
-            checks.append(Check(label, OK, "can run"))
+            yield Check(label, OK, "can run")
         elif name == wanted:
             advice = "set io.backend: auto, or install what is missing"
-            checks.append(Check(label, PROBLEM, f"cannot run: {reason}", advice))
+            yield Check(label, PROBLEM, f"cannot run: {reason}", advice)
         else:
-            checks.append(Check(label, OK, f"cannot run, and is not needed: {reason}"))
+            yield Check(label, OK, f"cannot run, and is not needed: {reason}")
     if all(reason is not None for reason in available.values()):
-        checks.append(Check("backends", PROBLEM, "none can run", "install what is missing above"))
-    return checks
+        yield Check("backends", PROBLEM, "none can run", "install what is missing above")
 
 
 def check_memory(
@@ -130,7 +127,7 @@ def check_memory(
     return Check("memory", OK, found)
 
 
-def check_huge_pages(file: Path = _HUGE_PAGES) -> Check:
+def check_huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Check:
     """Check transparent huge pages, which buffers request with madvise."""
     try:
         text = file.read_text()

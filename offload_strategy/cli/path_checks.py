@@ -8,12 +8,11 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
-from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.regions.directory_check import check_capacities
@@ -24,7 +23,6 @@ from offload_strategy.units import format_size
 def check_path(
     path: Path,
     tier: str,
-    *,
     capacity: int | None = None,
     direct: bool | Literal["auto"] = "auto",
     overwrite: bool = False,
@@ -56,31 +54,23 @@ def check_file_system(path: Path, system: FileSystem | None) -> Check:
     name = f"{path}: file system"
     if system is None:
         return Check(name, OK, "unknown: this system does not tell")
-    for unsuitable, found, advice in (
-        (
-            system.is_memory,
-            "in main memory: what is written there still takes memory",
-            "name a directory on a disk",
-        ),
-        (
-            system.is_network,
-            "on other machines: its speed depends on the network and on others",
-            "prefer a local disk, or add one as a further path; measure both: ssd-offload bench",
-        ),
-        (
-            system.kind == "overlay",
-            "a container's own layer: slow, and often small",
-            "mount a volume of the host's disk into the container and name that",
-        ),
-        (
-            system.rotational,
-            "on a spinning disk",
-            "use an SSD; if it is one after all, ssd-offload bench tells its speed",
-        ),
-    ):
-        if unsuitable:
-            return Check(name, WARNING, f"{system.kind}, {found}", advice)
-    return Check(name, OK, system.kind)
+    if system.is_memory:
+        found = "in main memory: what is written there still takes memory"
+        advice = "name a directory on a disk"
+    elif system.is_network:
+        found = "on other machines: its speed depends on the network and on others"
+        advice = (
+            "prefer a local disk, or add one as a further path; measure both: ssd-offload bench"
+        )
+    elif system.kind == "overlay":
+        found = "a container's own layer: slow, and often small"
+        advice = "mount a volume of the host's disk into the container and name that"
+    elif system.rotational:
+        found = "on a spinning disk"
+        advice = "use an SSD; if it is one after all, ssd-offload bench tells its speed"
+    else:
+        return Check(name, OK, system.kind)
+    return Check(name, WARNING, f"{system.kind}, {found}", advice)
 
 
 def check_devices(paths: Iterable[Path]) -> list[Check]:
@@ -103,13 +93,8 @@ def check_devices(paths: Iterable[Path]) -> list[Check]:
     ]
 
 
-def check_together(config: OffloadConfig) -> list[Check]:
-    """Check whether the capacities of all tiers fit on their disks, for all local processes."""
-    capacities = [
-        (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
-        for tier in config.tiers
-        for path in tier.paths
-    ]
+def check_together(capacities: Sequence[tuple[str, Path, int | None]]) -> list[Check]:
+    """Check whether what tiers may take of their paths fits there, for all local processes."""
     try:
         check_capacities(capacities)
     except OffloadError as error:

@@ -1,7 +1,7 @@
 """`ssd-offload plan`: needs and speed of a run, before anything is bought or started.
 
 The options of all its forms are here, and what `--profile` and a script do: a lifetime plan for a
-profiled step, and its replay. `plan_here` and `plan_search` have what the others do.
+profiled step, and its replay. `plan_search` has what the others do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from offload_strategy.cli.options import Command, Option, rate
-from offload_strategy.cli.plan_here import plan_here
-from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
+from offload_strategy.cli.plan_search import CPU, check_search_options, plan_here, plan_search
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan

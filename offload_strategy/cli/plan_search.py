@@ -1,44 +1,38 @@
-"""`ssd-offload plan --search`, and the cores of this machine.
+"""`ssd-offload plan MODEL`: how a machine can train it; with `--search` the fastest settings.
 
-The search gives the settings with the highest throughput, as a config file. With `--device cpu` the
-machine is this one, as given or as measured in seconds.
+The machine is this one, except for what options say of it. Without `--search` the batch is given,
+and the answer is in three ways, with what would make training twice as fast.
 
-[Note: one layer at two batches]
-A layer of the model's kind, of its width or of 768, computes forward and backward for one sequence
-and for four. The time of the three additional sequences is that of FLOP; the rest of the first's is
-proportional to the parameters: weights are read from memory, gradients are written. The fastest of
-a few runs counts, because other load only makes it slower.
+[Note: three ways]
+The memory that training may take is made smaller and smaller, and each time the search finds the
+fastest settings that fit. The first are the fastest of all, the last the cheapest: with less memory
+nothing fits. The third are halfway between.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import shutil
-import timeit
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import get_args
-
-import psutil
-import torch
-from torch import nn
+from pathlib import Path
+from typing import Any, get_args
 
 from offload_strategy.cli.options import check_writable
-from offload_strategy.cli.this_machine import as_drives, known_path, this_gpu
+from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Drive, device, drive_set
-from offload_strategy.planner.request import Cores, CpuRequest, Request
-from offload_strategy.planner.search.search_result import Space, config_yaml
-from offload_strategy.planner.search.settings import StateType
+from offload_strategy.planner.hardware import Drive, device, drive_set, table
+from offload_strategy.planner.request import CpuRequest, Request, StateType
+from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import MiB
+from offload_strategy.units import format_size, markdown_list
 
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
@@ -46,6 +40,11 @@ CPU = "cpu"
 _OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 #: Options that have an effect only on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
+_PROBE_SECONDS = 0.5
+_WAYS = ("fastest", "in-between", "cheapest")
+#: Each search has this share of the memory of the one before.
+_LESS = 0.85
+_MORE = (2, 4, 8, 16)
 
 
 def check_search_options(options: argparse.Namespace) -> None:
@@ -106,21 +105,6 @@ def _space(options: argparse.Namespace) -> Space:
     )
 
 
-# ---------------------------------------------------------------------- this machine
-#: Wider products are no faster, longer sequences need no less memory.
-_WIDEST, _LONGEST = 768, 256
-_SEQUENCES = 4
-_RUNS = 3
-#: For an answer at once: width of a layer, tokens of a sequence, and bytes of copies that take as
-#: long as an update, which reads and writes a weight and two moments, and reads a gradient.
-_QUICK_WIDEST, _QUICK_LENGTH, _COPIED_BYTES = 256, 64, 7 * 4 / 2
-#: Size of what is updated and copied: more than caches hold.
-_PARAMETERS = 1 << 23
-#: Stacks of I/O threads, and further libraries.
-_MORE_BYTES = 32 * MiB
-_PROBE_SECONDS = 0.5
-
-
 def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
     """Return the model and the machine: this one, except for what options say of it.
 
@@ -150,7 +134,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         return drive_set(options.ssd)
     directories = options.dir or (default_directory(),)
     if options.read is None:
-        return as_drives([known_path(one, _PROBE_SECONDS) for one in directories])
+        return as_drives(directories, _PROBE_SECONDS)
     try:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
@@ -159,91 +143,95 @@ def _drives_of(options: argparse.Namespace) -> Drive:
     return Drive(name, options.read, options.write, free, sources=sources)
 
 
-def measured_cores(
-    shape: TransformerShape,
-    sequence: int,
-    *,
-    flops: float | None = None,
-    update_rate: float | None = None,
-    quickly: bool = False,
-) -> Cores:
-    """Measure this machine's cores, as many as torch uses, except for figures that are given.
+# ---------------------------------------------------------------------- three ways
+def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from: str) -> int:
+    """Print what the machine can train, and write the configs; return 1 if nothing fits."""
+    files: dict[str, Path] = {}
+    if (file := options.write_config) is not None:
+        files = {way: file.with_stem(f"{file.stem}-{way}") for way in _WAYS} | {_WAYS[0]: file}
+    for file in files.values():
+        check_writable(file, options.force)
+    options.dir = options.dir or [str(one) for one in usual_directories()]
+    request = request_of(options, shape)
+    space = Space((options.sequence,), 1 if options.batch is None else options.batch)
+    fastest = search(request, space)
+    ways = three_ways(fastest)
+    texts = {way: config_yaml(one, options.dir) for way, one in ways.items()}
+    best = replace(fastest, candidates=tuple(one.best for one in ways.values()))
+    advice = list(doublings(fastest) if ways else fitting(fastest))
+    length = f"Sequences have {options.sequence} tokens ({length_from})."
+    if options.json:
+        more = {"length": length, "advice": advice, "configs": texts}
+        print(json.dumps(best.as_dict() | more, indent=2))
+    else:
+        fits = "It fits; the rows are: " + ", ".join(ways) if ways else "It does not fit"
+        title = "To double the speed" if ways else "To make it fit"
+        print(f"{fits}. {length}\n\n{best}\n\n{markdown_list(title, advice)}")
+    for way, text in texts.items():
+        # Printed without the comments at the top, which say the same as the tables.
+        shown = text.partition("\n\n")[2]
+        if files:
+            write_text(files[way], text)
+            shown = f"is in {files[way]}\n"
+        if not options.json:
+            print("", f"# {way}", shown, sep="\n", end="")
+    return 0 if ways else 1
 
-    `quickly` is for an answer at once: a small layer on one thread, which other load disturbs less,
-    and updates as fast as their bytes are copied, because an optimizer takes a second to import.
-    """
-    threads = torch.get_num_threads()
-    source = f"measured, {'1 of ' if quickly else ''}{threads} threads"
-    given = {"flops": flops, "update_rate": update_rate, "copy_rate": None, "process_bytes": None}
-    pass_seconds = 0.0
-    if flops is None:
-        used = 1 if quickly else threads
-        torch.set_num_threads(used)
-        try:
-            flops, pass_seconds = _layer(shape, min(sequence, _LONGEST), quickly)
-        finally:
-            torch.set_num_threads(threads)
-        flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
-    copy_rate = _copies()
-    # Measured even if it is given: the process takes more memory after it has trained a little.
-    measured_rate = copy_rate / _COPIED_BYTES if quickly else _updates()
-    freed_memory.return_all()
-    return Cores(
-        flops=flops,
-        update_rate=update_rate or measured_rate,
-        copy_rate=copy_rate,
-        process_bytes=psutil.Process().memory_info().rss + _MORE_BYTES,
-        pass_seconds=pass_seconds,
-        sources={name: "given" if value else source for name, value in given.items()},
+
+def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:
+    """Return the results by name, fewer if there are none between; see [Note: three ways]."""
+    found, one = list[SearchResult](), fastest
+    while one.candidates:
+        found.append(one)
+        request, need = one.request, one.best.placement.fits[0].needed_bytes
+        if isinstance(request, CpuRequest):
+            less: Any = {"memory_bytes": int(_LESS * min(request.memory_bytes, need))}
+        else:
+            memory = int(_LESS * min(request.device.memory_bytes, need))
+            less = {"device": replace(request.device, memory_bytes=memory)}
+        one = search(replace(request, **less), one.space)
+    if len(found) < len(_WAYS):
+        return dict(zip(_WAYS[::2], found, strict=False))
+    return dict(zip(_WAYS, (found[0], found[len(found) // 2], found[-1]), strict=True))
+
+
+def fitting(nothing: SearchResult) -> Iterator[str]:
+    """Say what to take for a model that does not fit, a line each."""
+    request, space = nothing.request, nothing.space
+    batches = range(1, space.batch or 1)
+    batch = bisect.bisect_left(
+        batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
     )
+    nearest = min(nothing.refused, key=lambda placement: placement.shortage)
+    for what, needed, has in nearest.fits:
+        if needed > has:
+            yield f"{what} is {format_size(needed - has)} too small"
+    yield f"a batch of {batch} fits" if batch else "not even a batch of 1 fits"
 
 
-def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float, float]:
-    """Return FLOP/s, and seconds per parameter of a pass; see [Note: one layer at two batches]."""
-    size = shape.attention_width // shape.heads
-    width = min(_QUICK_WIDEST if quickly else _WIDEST, shape.hidden) // size * size or size
-    feed_forward = max(1, width * shape.inner // shape.hidden)
-    layer = nn.TransformerEncoderLayer(
-        width, width // size, feed_forward, dropout=0.0, activation="gelu",
-        batch_first=True, norm_first=True,
-    )  # fmt: skip
-    seen = replace(
-        shape, kind="gpt", layers=1, hidden=width, heads=width // size, kv_heads=None,
-        feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
-    )  # fmt: skip
-    sequence = _QUICK_LENGTH if quickly else sequence
-
-    def passes(batch: int) -> Callable[[], None]:
-        inputs = torch.randn(batch, sequence, width, requires_grad=True)
-
-        def run() -> None:
-            layer(inputs).sum().backward()
-            layer.zero_grad(set_to_none=True)
-            inputs.grad = None
-
-        return run
-
-    one, several = _fastest(passes(1)), _fastest(passes(_SEQUENCES))
-    each = max((several - one) / (_SEQUENCES - 1), several / _SEQUENCES / 2)
-    beside = max(0.0, one - each)
-    # Backward takes twice as long as forward.
-    return 3 * seen.layer_flops(1, sequence) / each, beside / seen.layer_parameters
-
-
-def _updates() -> float:
-    """Measure the parameters that a fused AdamW updates in a second."""
-    weight = nn.Parameter(torch.zeros(_PARAMETERS))
-    weight.grad = torch.ones(_PARAMETERS)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    return _PARAMETERS / _fastest(optimizer.step)
-
-
-def _copies() -> float:
-    """Measure the bytes that are copied in a second."""
-    source, target = torch.ones(_PARAMETERS), torch.ones(_PARAMETERS)
-    return source.nbytes / _fastest(lambda: target.copy_(source))
-
-
-def _fastest(run: Callable[[], object]) -> float:
-    run()
-    return min(timeit.repeat(run, "gc.enable()", number=1, repeat=_RUNS))
+def doublings(fastest: SearchResult) -> Iterator[str]:
+    """Say what makes training at least twice as fast, by the model of the search, a line each."""
+    request, space = fastest.request, fastest.space
+    drives, batch = request.drives, space.batch or 1
+    memory = "memory_bytes" if isinstance(request, CpuRequest) else "host_memory_bytes"
+    has, now = getattr(request, memory), fastest.best.tokens_per_second
+    gpus = sorted(table("device").values(), key=lambda one: one.flops)
+    changes: dict[str, list[tuple[object, Request | CpuRequest, Space]]] = {
+        "a larger batch": [(n * batch, request, replace(space, batch=n * batch)) for n in _MORE],
+        "drives": [(f"{n}x", replace(request, drives=drives.times(n)), space) for n in _MORE],
+        "memory": [(f"{n}x", replace(request, **{memory: n * has}), space) for n in _MORE],
+        "GPU": [(gpu.name, Request(request.shape, gpu, drives, has), space) for gpu in gpus],
+    }
+    if isinstance(request, CpuRequest):
+        more = [(n, replace(request, cores=request.cores.times(n))) for n in _MORE]
+        changes["cores"] = [(f"{n}x", changed, space) for n, changed in more]
+    for what, tried in changes.items():
+        for amount, changed, searched in tried:
+            found = search(changed, searched)
+            gain = found.best.tokens_per_second / now if found.candidates else 0.0
+            if gain >= 2:
+                many = "more than 99" if gain > 99 else f"{gain:.1f}"
+                yield f"{what}: {amount} makes it {many}x as fast"
+                break
+        else:
+            yield f"{what}: {amount} does not make it twice as fast, nor does less"

@@ -14,25 +14,40 @@ are written and read, 0.1 s are hooks and 0.1 s are lost to I/O threads (docs/ac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive
 from offload_strategy.planner.hardware import device as named_device
 from offload_strategy.planner.step_time import Rates
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
-from offload_strategy.units import format_size
+from offload_strategy.units import GiB, format_size
 
-#: Bytes of an element of weights, gradients, moments and activations.
+StateType = Literal["float32", "bfloat16"]
+
+#: Bytes per parameter of both moments of Adam next to a float32 copy of the weights.
+STATE_BYTES: Mapping[StateType, int] = {"float32": 12, "bfloat16": 8}
+#: Bytes of an element of weights, gradients and activations on a GPU.
+WEIGHT_BYTES = 2
+#: Bytes of an element of weights, gradients, moments and activations on the CPU.
 ELEMENT_BYTES = 4
 #: Seconds per saved tensor in the hooks, forward and backward: 0.1 s for 13 layers of 11.
 HOOK_SECONDS = 0.1 / (13 * 11)
 #: Seconds of computation that are lost for a byte that moves: 0.1 s for 661 MB in both directions.
 IO_OVERHEAD = 0.1 / (2 * 661e6)
-#: Share of memory that the search plans for; its count is not exact.
+#: Share of device memory up to which activations stay: the count is not exact, and allocators
+#: leave gaps.
+DEVICE_SHARE = 0.9
+#: Share of host memory that training may take; the rest is for the system and the data.
+_HOST_SHARE = 0.9
+#: Interpreter, libraries and device contexts: at most 1.8 GiB in MemAscend's measurements.
+_PROCESS_BYTES = 2 * GiB
+#: Share of the memory of a machine without a GPU that the search plans for.
 MEMORY_SHARE = 0.95
-#: Share of memory that the plan of a run keeps to, which knows what there really is.
+#: Share that the plan of a run keeps to (`planning.device_memory`): it knows what there really is.
 LIMIT_SHARE = 0.96
 _TERA = 1e12
 _GB = 1e9
@@ -44,6 +59,7 @@ _YARDSTICK = "a100-80g-pcie"
 class Request:
     """A model and a machine with a GPU."""
 
+    on_cpu: ClassVar[bool] = False
     shape: TransformerShape
     device: Device
     drives: Drive
@@ -68,8 +84,24 @@ class Request:
         link = self.device.measured_link or self.device.link
         return Rates(self.drives.read, self.drives.write, link)
 
-    def assumptions(self) -> list[str]:
-        """Return the figures of device, link and drives with their sources, a line each."""
+    @property
+    def cores(self) -> Cores:
+        """What computes: updates and copies on a device take no time that counts."""
+        return Cores(self.flops, math.inf, math.inf, _PROCESS_BYTES)
+
+    @property
+    def room_bytes(self) -> int:
+        """Host memory that training may take besides the process itself; less than 0 if none."""
+        return int(_HOST_SHARE * self.host_memory_bytes) - _PROCESS_BYTES
+
+    @property
+    def machine(self) -> str:
+        """The machine in words."""
+        memory = f"{format_size(self.host_memory_bytes)} of host memory"
+        return f"on {self.device.name} with {self.drives.name} and {memory}"
+
+    def assumptions(self, state_dtypes: Iterable[StateType]) -> list[str]:
+        """Return what the figures rest on, a line each, if states may have these types."""
         device, rates, sources = self.device, self.rates, self.device.sources
         if self.sustained_flops is not None:
             measured = "given"
@@ -83,6 +115,12 @@ class Request:
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",
             f"link: {rates.link / _GB:.0f} GB/s in each direction ({link})",
             _drives_assumption(rates, self.drives),
+            "everything overlaps as well as it can; measured steps are longer",
+            f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
+            f"parameter, a float32 copy of the weights among them; weights, gradients and "
+            f"activations of 2 bytes",
+            "states are updated on the device, whose time for that does not count",
+            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
         ]
 
 
@@ -134,6 +172,7 @@ class Cores:
 class CpuRequest:
     """A run on a machine that trains on its CPU in float32."""
 
+    on_cpu: ClassVar[bool] = True
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives
@@ -156,12 +195,13 @@ class CpuRequest:
         return int(MEMORY_SHARE * self.memory_bytes)
 
     @property
-    def limit_bytes(self) -> int:
-        """Memory that the plan of a run keeps to (`planning.device_memory`)."""
-        return int(LIMIT_SHARE * self.memory_bytes)
+    def machine(self) -> str:
+        """The machine in words."""
+        memory = f"{format_size(self.memory_bytes)} of memory"
+        return f"on the CPU with {self.drives.name} and {memory}"
 
-    def assumptions(self) -> list[str]:
-        """Return what the figures rest on, a line each."""
+    def assumptions(self, state_dtypes: Iterable[StateType]) -> list[str]:
+        """Return what the figures rest on, a line each; they hold for all types of states."""
         cores = self.cores
         named = {**dict.fromkeys(Cores.__slots__, ""), **cores.sources}
         of = {name: f" ({source})" if source else "" for name, source in named.items()}

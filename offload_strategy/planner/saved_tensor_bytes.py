@@ -20,13 +20,15 @@ a shape with fewer heads of the same size and a narrower feed-forward part.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
+from offload_strategy.units import MiB
 
-#: What SSDTrain leaves on the device: tensors of fewer elements (algorithm 1, line 2).
-SMALL_ELEMENTS = 2**20
+#: Smaller storages are not offloaded (`activations.min_size`).
+_MIN_STORAGE_BYTES = 1 * MiB
 #: Flash attention keeps a float32 for each row of each head.
 _STATISTICS_BYTES = 4
 
@@ -85,9 +87,7 @@ def layer_tensors(
     return tensors
 
 
-def activation_bytes(
-    shape: TransformerShape, work: Workload, min_elements: int = SMALL_ELEMENTS
-) -> int:
+def activation_bytes(shape: TransformerShape, work: Workload, min_elements: int) -> int:
     """Bytes that a forward pass saves in tensors of at least `min_elements`.
 
     Counted are all layers and the norm after them. The head is left out: its backward pass begins
@@ -104,3 +104,28 @@ def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
     """Bytes that the largest layer saves."""
     tensors = layer_tensors(shape, work, crosses=shape.decoder_layers > 0)
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class ModelSizes(NamedTuple):
+    """Bytes that follow from the model and the work of a pass alone."""
+
+    saved: int  # What all layers save for backward
+    movable: int  # Of these, what is large enough to be offloaded
+    saved_layer: int  # What the largest layer saves
+    layer_input: int
+    movable_input: int  # The same, or 0 if it is too small to be offloaded
+    logits: int  # Of one sequence
+
+
+@functools.lru_cache(maxsize=4096)
+def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
+    """Count what does not depend on the settings."""
+    layer_input = work.tokens * shape.hidden * work.dtype_bytes
+    return ModelSizes(
+        saved=activation_bytes(shape, work, 0),
+        movable=activation_bytes(shape, work, _MIN_STORAGE_BYTES // work.dtype_bytes),
+        saved_layer=layer_activation_bytes(shape, work),
+        layer_input=layer_input,
+        movable_input=layer_input if layer_input >= _MIN_STORAGE_BYTES else 0,
+        logits=work.sequence * shape.vocabulary * work.dtype_bytes,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from offload_strategy.errors import ConfigError
@@ -14,7 +15,7 @@ _T5_BUCKETS = 32
 _BERT_TYPES = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TransformerShape:
     """The shape of a transformer."""
 
@@ -98,17 +99,17 @@ class TransformerShape:
         """Parameters of embedding and head; one matrix if they are tied."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         return self._layer(self.layers - 1)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters; BERT with its pooler and the heads that it is trained with."""
         h = self.hidden
         plain = self.layers - self.decoder_layers
-        total = plain * self._layer(0) + self.decoder_layers * self._layer(self.layers - 1)
+        total = plain * self._layer(0) + self.decoder_layers * self.layer_parameters
         norm = (2 if self.has_biases else 1) * h
         total += self.end_parameters + norm
         if self.kind == "gpt":

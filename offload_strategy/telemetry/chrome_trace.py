@@ -17,13 +17,14 @@ import json
 import math
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.telemetry.recorder import Direction, MoveRecord, StallRecord
+from offload_strategy.telemetry.recorder import MoveRecord, StallRecord
 
 _Event = dict[str, Any]
 
@@ -62,16 +63,14 @@ def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> 
     """Return the trace as an object for JSON; see `write_trace`."""
     pid = os.getpid()
     counters: list[_Event] = []
-    waits: dict[str, list[_Event]] = defaultdict(list)
-    for stall in stalls:
-        waits[stall.client].append(_slice(stall, "stall", {}))
-    tracks = [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
-    by_path: dict[tuple[str, str, Direction], list[MoveRecord]] = defaultdict(list)
-    for move in moves:
-        by_path[move.tier, move.path, move.direction].append(move)
-    for (tier, path, direction), records in sorted(by_path.items()):
-        place = tier if tier == path else f"{tier} {path}"
-        tracks.append((f"{place} {direction}", [_move_slice(record) for record in records]))
+    tracks: list[tuple[str, list[_Event]]] = []
+    client = attrgetter("client")
+    for name, waits in groupby(sorted(stalls, key=client), client):
+        tracks.append((f"training waits: {name}", [_slice(stall) for stall in waits]))
+    where = attrgetter("tier", "path", "direction")
+    for (tier, path, direction), group in groupby(sorted(moves, key=where), where):
+        records, place = list(group), tier if tier == path else f"{tier} {path}"
+        tracks.append((f"{place} {direction}", [_slice(record) for record in records]))
         counters += _counter(f"{place} {direction} GB/s", pid, _rates(records), scale=1e-9)
         counters += _counter(f"{place} {direction} queued bytes", pid, _queued(records))
 
@@ -93,23 +92,21 @@ def _microseconds(begin: float, end: float) -> tuple[int, int]:
     return first, max(first + 1, math.floor(end * 1e6))
 
 
-def _slice(record: MoveRecord | StallRecord, category: str, arguments: dict[str, Any]) -> _Event:
+def _slice(record: MoveRecord | StallRecord) -> _Event:
     """Return what an event of a track says, but for the process and the lane."""
     begin, end = _microseconds(record.started_at, record.finished_at)
     where = {"ts": begin, "dur": end - begin}
-    return {"name": record.client, "cat": category, **where, "args": arguments}
-
-
-def _move_slice(move: MoveRecord) -> _Event:
-    seconds = move.finished_at - move.started_at
+    if isinstance(record, StallRecord):
+        return {"name": record.client, "cat": "stall", **where, "args": {}}
+    seconds = record.finished_at - record.started_at
     arguments: dict[str, Any] = {
-        "client": move.client,
-        "bytes": move.nbytes,
-        "queued_ms": round((move.started_at - move.queued_at) * 1e3, 3),
+        "client": record.client,
+        "bytes": record.nbytes,
+        "queued_ms": round((record.started_at - record.queued_at) * 1e3, 3),
     }
     if seconds >= _CLOCK_SECONDS:  # of less no clock can tell, and the rate could be infinite
-        arguments["GBps"] = round(move.nbytes / seconds / 1e9, 3)
-    return _slice(move, str(move.direction), arguments)
+        arguments["GBps"] = round(record.nbytes / seconds / 1e9, 3)
+    return {"name": record.client, "cat": str(record.direction), **where, "args": arguments}
 
 
 def _lanes(track: list[_Event]) -> list[list[_Event]]:

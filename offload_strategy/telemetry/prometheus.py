@@ -7,11 +7,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from typing import Any
 
 from offload_strategy.errors import ConfigError
 
+#: How long a client may say nothing: others wait meanwhile, and so does the end of the server.
+_SILENT_SECONDS = 5
 _TIER = re.compile(r"offload/tier/(?P<tier>[^/]+)/(?P<name>.+)")
 
 
@@ -52,20 +54,29 @@ class _Server(HTTPServer):
 
     def __init__(self, port: int) -> None:
         try:
-            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client import CollectorRegistry, MetricsHandler
             from prometheus_client.core import GaugeMetricFamily
         except ImportError:
             raise ConfigError(
                 f"prometheus_port is {port}, but prometheus-client is not installed: "
                 f"pip install 'offload-strategy[loggers]', or remove prometheus_port."
             ) from None
+
+        class Handler(MetricsHandler):
+            timeout = _SILENT_SECONDS
+
+            def do_GET(self) -> None:
+                try:
+                    super().do_GET()
+                except (RuntimeError, IndexError):  # an optimizer is attached, or the engine closed
+                    self.send_error(503)
+
         self.reads: list[Callable[[], Mapping[str, float]]] = []
         self._gauge = GaugeMetricFamily
         registry = CollectorRegistry()
         registry.register(self)
-        self.page: Callable[[], bytes] = lambda: generate_latest(registry)
         try:
-            super().__init__(("", port), _Handler)
+            super().__init__(("", port), Handler.factory(registry))
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"prometheus_port: port {port} cannot be opened ({error}). Choose a free one; a "
@@ -93,25 +104,6 @@ class _Server(HTTPServer):
         self.shutdown()
         self.server_close()
         self.thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 5  # seconds for a client that says nothing; others wait, and so does `stop`
-
-    def do_GET(self) -> None:
-        try:
-            page = self.server.page()  # type: ignore[attr-defined]
-        except (RuntimeError, IndexError):  # an optimizer is attached, or the engine closed, now
-            self.send_error(503)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
 
 
 # Re-entrant: an engine may be closed wherever garbage is collected.

@@ -125,11 +125,11 @@ AVAILABLE = {"posix": None, "kvikio": "no NVIDIA driver"}
         (checks.check_open_files(1024), OK, "1024"),
         (checks.check_open_files(None), OK, "unlimited"),
         # A backend that is wanted must run, and of the others one.
-        (checks.check_backends("auto", AVAILABLE)[0], OK, "can run"),
-        (checks.check_backends("auto", AVAILABLE)[1], OK, "no NVIDIA driver"),
-        (checks.check_backends("kvikio", AVAILABLE)[0], OK, "can run"),
-        (checks.check_backends("kvikio", AVAILABLE)[1], PROBLEM, "no NVIDIA driver"),
-        (checks.check_backends("auto", {"posix": "no"})[-1], PROBLEM, "none can run"),
+        ([*checks.check_backends("auto", AVAILABLE)][-2], OK, "can run"),
+        ([*checks.check_backends("auto", AVAILABLE)][-1], OK, "no NVIDIA driver"),
+        ([*checks.check_backends("kvikio", AVAILABLE)][-2], OK, "can run"),
+        ([*checks.check_backends("kvikio", AVAILABLE)][-1], PROBLEM, "no NVIDIA driver"),
+        ([*checks.check_backends("auto", {"posix": "no"})][-1], PROBLEM, "none can run"),
         (file_system("ext4"), OK, "ext4"),
         (file_system("xfs", rotational=False), OK, "xfs"),
         (file_system("xfs", rotational=True), WARNING, "spinning"),
@@ -251,10 +251,10 @@ def test_unnamed_files_may_be_unknown_but_a_directory_must_take_files(disk, monk
 def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
     assert (found.status, found.advice[:18]) == (PROBLEM, "Lower the capacity")
-    ssd = {"kind": "ssd", "path": str(disk), "capacity": shutil.disk_usage(disk).free * 2 // 3}
-    tiers = [{"name": "a", **ssd}, {"name": "b", **ssd}]
-    assert path_checks.check_together(OffloadConfig.load({"tiers": tiers[:1]})) == []
-    (found,) = path_checks.check_together(OffloadConfig.load({"tiers": tiers}))
+    capacity = shutil.disk_usage(disk).free * 2 // 3
+    tiers = [("a", disk, capacity), ("b", disk, capacity)]
+    assert path_checks.check_together(tiers[:1]) == []
+    (found,) = path_checks.check_together(tiers)
     assert (found.name, found.status) == ("capacities", PROBLEM)
     assert "Free some space" in found.advice
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.cli import plan_here, plan_search, this_machine
+from offload_strategy.cli import plan_search, this_machine
 from offload_strategy.planner.hardware import device
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Cores
@@ -136,13 +136,13 @@ def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path,
     words = ["plan", "gpt2", *HERE.split(), "--write-config", file]
     assert "plan-cheapest.yaml is there already" in ssd_offload(*words, status=2).err
     assert not file.exists()
-    all_ways = plan_here.three_ways
+    all_ways = plan_search.three_ways
 
     def two(fastest):
         found = all_ways(fastest)
         return {way: found[way] for way in ("fastest", "cheapest")}
 
-    monkeypatch.setattr(plan_here, "three_ways", two)
+    monkeypatch.setattr(plan_search, "three_ways", two)
     printed = ssd_offload(*words, "--force").out
     assert f"# cheapest\nis in {cheapest}\n" in printed
     assert OffloadConfig.load(cheapest).parameters.enabled is True
@@ -224,7 +224,7 @@ def test_an_answer_at_once_imports_no_compiler(tmp_path):
 
 def test_the_cores_of_this_machine_are_measured():
     shape = TransformerShape("gpt", 2, 128, 2, 512, max_positions=64)
-    found = plan_search.measured_cores(shape, 64)
+    found = this_machine.measured_cores(shape, 64)
     assert 1e8 < found.flops < 1e15
     assert 1e7 < found.update_rate < 1e12
     assert 1e8 < found.copy_rate < 1e13
@@ -234,7 +234,7 @@ def test_the_cores_of_this_machine_are_measured():
     # Odd shapes are measured by a layer that is near.
     sizes = {"hidden": 320, "heads": 5, "kv_heads": 1, "feed_forward": 100}
     odd = dataclasses.replace(preset("llama3-8b"), **sizes)
-    assert plan_search.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
+    assert this_machine.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
 
 
 # ------------------------------------------------------------------ the search

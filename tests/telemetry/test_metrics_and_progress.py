@@ -98,7 +98,7 @@ def test_an_engine_may_be_collected_on_the_thread_that_serves(config, port):
 
 
 def test_a_client_that_says_nothing_does_not_keep_a_thread(config, port, monkeypatch):
-    monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
+    monkeypatch.setattr(prometheus, "_SILENT_SECONDS", 0.1)
     threads = {*threading.enumerate()}
     with OffloadEngine(config), socket.create_connection(("127.0.0.1", port)):
         pass

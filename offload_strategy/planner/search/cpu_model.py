@@ -1,4 +1,4 @@
-"""Memory and step time of training on a CPU, for given settings.
+"""Memory of training on a CPU, for given settings.
 
 [Note: memory of a step on the CPU]
 Weights, states and buffers are in memory all the time. What autograd saves becomes less while
@@ -21,13 +21,6 @@ in a tier of host memory (twice with commit, because old and new ones wait for `
 are new weights first, which would be written and read, then gradients, which are only written;
 `activations` are saved tensors, of which a plan lets no more leave than it must
 (`planning.device_memory`). Streamed weights never stay.
-
-[Note: step time on the CPU]
-The stages are those of `planner.search.gpu_model` without a link. With `overlap: commit` an update
-runs on copies of the weights, which are compared with the weights and copied back in `step()`: four
-passes over the bytes of all weights, two of which only read. States in bfloat16 are upcast and
-rounded again within the caches. Gradients of several micro-batches are added up, which reads two
-tensors and writes one.
 """
 
 from __future__ import annotations
@@ -39,24 +32,19 @@ from typing import NamedTuple
 
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
-from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
-from offload_strategy.planner.saved_tensor_bytes import layer_tensors
+from offload_strategy.planner.request import ELEMENT_BYTES, STATE_BYTES, CpuRequest
+from offload_strategy.planner.saved_tensor_bytes import model_sizes
+from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
-    MIN_STORAGE_BYTES,
-    STATE_BYTES,
     SUBGROUPS_SHARE,
     Fit,
     OffloadedKind,
     Placement,
-    SearchModel,
     Settings,
-    StateType,
     TierSplit,
-    model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
-from offload_strategy.units import MiB, format_size
+from offload_strategy.units import MiB
 
 #: Tensors of logits at a time.
 _LOGITS = 3
@@ -64,11 +52,6 @@ _LOGITS = 3
 _SLACK_BYTES = 64 * MiB
 #: A tier of fewer bytes would hold next to nothing.
 _GRAIN = 16 * MiB
-#: Copies of all weights: one before the update and one after it, with a comparison of their bits.
-_COPIES_OF_COMMIT = 1.5
-#: Copies of all weights: two moments, upcast and rounded.
-_COPIES_OF_ROUNDING = 1.0
-_COPIES_OF_ADDING = 1.5
 #: Bytes of both moments per parameter; float32 weights need no further copy.
 _MOMENT_BYTES = {dtype: nbytes - ELEMENT_BYTES for dtype, nbytes in STATE_BYTES.items()}
 
@@ -76,19 +59,10 @@ _MOMENT_BYTES = {dtype: nbytes - ELEMENT_BYTES for dtype, nbytes in STATE_BYTES.
 class CpuModel(SearchModel):
     """Training on the CPU in float32."""
 
-    on_cpu = True
+    request: CpuRequest
     busy_tokens = 0
     dtype_bytes = ELEMENT_BYTES
-
-    def __init__(self, request: CpuRequest) -> None:
-        super().__init__(request)
-        self.request = request
-        memory = f"{format_size(request.memory_bytes)} of memory"
-        self.machine = f"on the CPU with {request.drives.name} and {memory}"
-
-    def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
-        """Return what the figures rest on, a line each."""
-        return self.request.assumptions()
+    state_bytes = _MOMENT_BYTES
 
     def competing(self, placement: Placement) -> tuple[OffloadedKind, ...]:
         """Return all but streamed weights; what stays in this order may leave in another."""
@@ -101,67 +75,6 @@ class CpuModel(SearchModel):
     def place(self, settings: Settings) -> Placement:
         """Return what stays in memory, what is offloaded, and the memory that this needs."""
         return _CpuPlacement(self, settings).place()
-
-    # ------------------------------------------------------------------------ time
-    def step_time(self, placement: Placement) -> StepTime:
-        """Predict the time of a step; see [Note: step time on the CPU]."""
-        settings = placement.settings
-        forward, backward = self._pass_loads(placement)
-        update, commit = self._update_loads(placement)
-        if settings.offloads_optimizer and settings.overlap != "off":
-            last = {"backward, update": backward + update, "step()": commit}
-        else:
-            last = {"backward": backward, "step()": update}
-        copies = self.request.cores.copy_seconds(self.shape.parameters)
-        adding = StageLoad(_COPIES_OF_ADDING * copies)
-        return self._stages(settings.micro_batches, forward, backward + adding, last)
-
-    def computing_seconds(self, settings: Settings) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a micro-batch if nothing moved."""
-        shape, cores, work = self.shape, self.request.cores, self.micro_batch(settings)
-        passes = 1 + BACKWARD_OVER_FORWARD
-        weights = shape.layers * shape.layer_parameters * cores.pass_seconds / passes
-        ends = cores.copy_seconds(shape.vocabulary * shape.hidden)
-        forward = shape.forward_flops(work.batch, work.sequence) / cores.flops + weights
-        recomputed = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence)
-        again = recomputed / cores.flops + settings.recomputed_layers / shape.layers * weights
-        return forward, BACKWARD_OVER_FORWARD * forward + ends + again
-
-    def _pass_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return the loads of forward and backward of a micro-batch."""
-        settings = placement.settings
-        forward, backward = self.computing_seconds(settings)
-        left = placement.split("activations").ssd_bytes
-        weights = placement.split("weights").ssd_bytes
-        hooks = 0.0
-        if left:
-            whole = self.shape.layers - settings.recomputed_layers
-            tensors = whole * len(layer_tensors(self.shape, self.micro_batch(settings)))
-            hooks = HOOK_SECONDS * (tensors + settings.recomputed_layers) / 2
-        forward_load = StageLoad(forward + hooks, read=weights, written=left)
-        return forward_load, StageLoad(backward + hooks, read=weights + left)
-
-    def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return the load of the update, and of `step()` after an update that ran in backward."""
-        settings, cores, parameters = placement.settings, self.request.cores, self.shape.parameters
-        seconds = parameters / cores.update_rate
-        if not settings.offloads_optimizer:
-            return StageLoad(seconds), StageLoad()
-        copy, weights = cores.copy_seconds(parameters), ELEMENT_BYTES * parameters
-        if settings.state_dtype != "float32":
-            seconds += _COPIES_OF_ROUNDING * copy
-        share = placement.split("states").ssd_share
-        moved = _MOMENT_BYTES[settings.state_dtype] * parameters * share
-        update = StageLoad(seconds, read=moved, written=moved)
-        streamed = weights if settings.streams_weights else 0.0
-        if settings.overlap != "commit":
-            # In backward they are in memory anyway; afterwards they are read once more.
-            again = streamed if settings.overlap == "off" else 0.0
-            return update + StageLoad(read=again, written=streamed), StageLoad()
-        gradients = weights - placement.gradient_bytes
-        waiting = 2 * weights - placement.split("waiting").host_bytes - gradients
-        update += StageLoad(_COPIES_OF_COMMIT * copy, written=gradients + waiting)
-        return update, StageLoad(_COPIES_OF_COMMIT * copy, read=waiting, written=streamed)
 
 
 class _Moment(NamedTuple):
@@ -188,12 +101,12 @@ class _CpuPlacement:
 
     def __init__(self, model: CpuModel, settings: Settings) -> None:
         self._model, self._settings, request = model, settings, model.request
-        self._sizes = sizes = model_sizes(model.shape, model.micro_batch(settings))
+        self._sizes = model_sizes(model.shape, model.micro_batch(settings))
         self._room = request.room_bytes - request.cores.process_bytes
-        self._weights = ELEMENT_BYTES * sizes.parameters
+        self._weights = ELEMENT_BYTES * model.shape.parameters
         # States that stay are as the optimizer makes them.
         each = _MOMENT_BYTES[settings.state_dtype if settings.offloads_optimizer else "float32"]
-        self._states = each * sizes.parameters
+        self._states = each * model.shape.parameters
         commits = settings.offloads_optimizer and settings.overlap == "commit"
         self._commits, self._copies = commits, 2 if commits else 1
         self._subgroup = 0
@@ -201,7 +114,7 @@ class _CpuPlacement:
         self._staging = 0
         if settings.offloads_optimizer:
             memory = self._room // SUBGROUPS_SHARE
-            self._subgroup = subgroup_size(sizes.parameters, each + ELEMENT_BYTES, memory)
+            self._subgroup = subgroup_size(model.shape.parameters, each + ELEMENT_BYTES, memory)
             if commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
@@ -218,7 +131,13 @@ class _CpuPlacement:
             for kind in self._settings.host_priority:
                 self._assign(kind, kept)
         request = self._model.request
-        offloaded = self._splits(kept)
+        in_memory: dict[OffloadedKind, int] = {
+            "waiting": kept.gradients + kept.new_weights,
+            "states": self._copies * kept.states,
+        }
+        leaving = self._model.leaving(self._settings, kept.left)
+        splits = ((kind, in_memory.get(kind, 0), nbytes) for kind, nbytes in leaving.items())
+        offloaded = {kind: TierSplit(stays, nbytes - stays) for kind, stays, nbytes in splits}
         disk = sum(split.ssd_bytes for split in offloaded.values())
         read_ahead = min(kept.left, 2 * self._sizes.saved_layer) + _SLACK_BYTES if kept.left else 0
         return Placement(
@@ -286,55 +205,39 @@ class _CpuPlacement:
         free = ((int(room - self._at(one, kept)), one.done) for one in self._moments)
         return max(0, min((most for most, done in free if most < done), default=self._weights))
 
-    def _splits(self, kept: _InMemory) -> dict[OffloadedKind, TierSplit]:
-        """Return what is where."""
-        found = dict[OffloadedKind, TierSplit]()
-        if self._settings.streams_weights:
-            found["weights"] = TierSplit(0, self._weights)
-        if kept.left:
-            found["activations"] = TierSplit(0, kept.left)
-        if self._commits:
-            waits = kept.gradients + kept.new_weights
-            found["waiting"] = TierSplit(waits, 2 * self._weights - waits)
-        if self._settings.offloads_optimizer:
-            stay = self._copies * kept.states
-            found["states"] = TierSplit(stay, self._copies * self._states - stay)
-        return found
-
     # ------------------------------------------------------------------ moments
-    def _saved(self, layers: int) -> float:
-        """Bytes that the first layers have saved; of those that are computed again their input."""
-        return self._of_layers(layers, self._sizes.saved, self._sizes.layer_input)
-
-    def _movable(self, layers: int) -> float:
-        """What of it may leave."""
-        size = self._sizes.layer_input
-        return self._of_layers(layers, self._sizes.movable, size * (size >= MIN_STORAGE_BYTES))
-
     def _of_layers(self, layers: int, whole: int, layer_input: int) -> float:
+        """Bytes of the first layers; of those that are computed again their input."""
         inputs = min(layers, self._settings.recomputed_layers)
         return inputs * layer_input + (layers - inputs) * whole / self._model.shape.layers
 
-    def _away(self, layer: int) -> float:
-        """What may be away while a layer computes backward: the one before it is on its way."""
-        return max(0.0, 2 * self._movable(layer - 1) - self._movable(layer))
+    def _saved_and_away(self, layer: int) -> tuple[float, float]:
+        """What is saved, and what of it may be away while a layer computes backward.
+
+        The layer before it is on its way.
+        """
+        sizes = self._sizes
+        saved = self._of_layers(layer, sizes.saved, sizes.layer_input)
+        now = self._of_layers(layer, sizes.movable, sizes.movable_input)
+        before = self._of_layers(layer - 1, sizes.movable, sizes.movable_input)
+        return saved, max(0.0, 2 * before - now)
 
     def _all_moments(self) -> Iterator[_Moment]:
         shape, sizes, settings = self._model.shape, self._sizes, self._settings
         layers, again = shape.layers, settings.recomputed_layers
         logits = sizes.logits * settings.micro_batch
         ends = ELEMENT_BYTES * shape.vocabulary * shape.hidden
-        saved, away = self._saved(layers), self._away(layers)
-        yield _Moment(_LOGITS * logits, saved, away, 0)
-        yield _Moment(logits + ends, saved, away, 0)
+        at_head = self._saved_and_away(layers)
+        yield _Moment(_LOGITS * logits, *at_head, 0)
+        yield _Moment(logits + ends, *at_head, 0)
         # A pass over a layer: gradients of what is wide in it, and of its input and result.
         wide = 2 * sizes.layer_input * (1 + shape.inner / shape.hidden)
-        arriving = ELEMENT_BYTES * sizes.layer_parameters
+        arriving = ELEMENT_BYTES * shape.layer_parameters
         each = (self._weights - ends) / layers
         for layer in sorted({layers, again + 1, again, 1} & set(range(1, layers + 1))):
             others = wide + arriving + (sizes.saved_layer if layer <= again else 0)
             done = ends + (layers - layer) * each
-            yield _Moment(others, self._saved(layer), self._away(layer), min(done, self._weights))
+            yield _Moment(others, *self._saved_and_away(layer), min(done, self._weights))
         parts = (2 if shape.tied else 1) * ends
         yield _Moment(sizes.layer_input + parts, 0, 0, self._weights - ends)
         yield _Moment(0, 0, 0, self._weights)

@@ -1,4 +1,4 @@
-"""Memory and step time of training on a GPU, for given settings.
+"""Memory of training on a GPU, for given settings.
 
 [Note: device memory]
 All that is not offloaded: weights, gradients, states, and what layers save; of streamed weights two
@@ -7,55 +7,27 @@ the gradient of that; logits and their gradient, for one sequence at a time (a l
 in chunks). Gradients leave at once if the update runs in backward; those of several micro-batches
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
 share of the device's memory: offloading more is never faster.
-
-[Note: stages of a step]
-Fuyou's equations (`planner.step_time`), extended by host memory as a tier, which costs time on the
-link but on no path; by micro-batches, of which only the last has the update; and by the update on
-the device, where this package runs it, so that states cross the link.
-
-    forward             of each micro-batch: weights arrive, activations leave
-    backward            of each but the last: weights and activations arrive
-    backward, update    of the last: gradients leave; states arrive and leave in it, or after it
-                        with overlap: off
-    step()              with overlap: commit, new weights arrive from where they waited
 """
 
 from __future__ import annotations
 
 import math
 
-from offload_strategy.plan_runtime.space_requirements import (
-    SUBGROUPS_IN_FLIGHT,
-    optimizer_need,
-    subgroup_size,
-)
-from offload_strategy.planner.request import Request
+from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
+from offload_strategy.planner.request import DEVICE_SHARE, STATE_BYTES, WEIGHT_BYTES, Request
+from offload_strategy.planner.saved_tensor_bytes import ModelSizes, model_sizes
+from offload_strategy.planner.search.search_model import SearchModel
 from offload_strategy.planner.search.settings import (
-    MIN_STORAGE_BYTES,
-    STATE_BYTES,
     SUBGROUPS_SHARE,
-    WEIGHT_BYTES,
     Fit,
-    ModelSizes,
     OffloadedKind,
     Placement,
-    SearchModel,
     Settings,
-    StateType,
     TierSplit,
-    model_sizes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
-from offload_strategy.units import GiB, MiB, format_size
+from offload_strategy.units import GiB, MiB
 
-#: Share of device memory up to which activations stay: the count is not exact, and allocators
-#: leave gaps.
-_DEVICE_SHARE = 0.9
-#: Share of host memory that training may take; the rest is for the system and the data.
-_HOST_SHARE = 0.9
-#: Interpreter, libraries and device contexts: at most 1.8 GiB in MemAscend's measurements.
-_PROCESS_BYTES = 2 * GiB
 #: Bytes of staging buffers if there is memory for them, and the part of it that they take at most.
 _STAGING_BYTES = 4 * GiB
 _STAGING_SHARE = 8
@@ -67,28 +39,11 @@ _GRAIN = 256 * MiB
 class GpuModel(SearchModel):
     """Training on a GPU in half precision."""
 
-    on_cpu = False
-    dtype_bytes = 2
+    request: Request
+    dtype_bytes = WEIGHT_BYTES
+    state_bytes = STATE_BYTES
     #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.
     busy_tokens = 4096
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.request = request
-        memory = f"{format_size(request.host_memory_bytes)} of host memory"
-        self.machine = f"on {request.device.name} with {request.drives.name} and {memory}"
-
-    def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
-        """Return what the figures rest on, a line each."""
-        return [
-            *self.request.assumptions(),
-            "everything overlaps as well as it can; measured steps are longer",
-            f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
-            f"parameter, a float32 copy of the weights among them; weights, gradients and "
-            f"activations of 2 bytes",
-            "states are updated on the device, whose time for that does not count",
-            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
-        ]
 
     def competing(self, placement: Placement) -> tuple[OffloadedKind, ...]:
         """Return what has left the device, if host memory has no room for all of it."""
@@ -96,13 +51,13 @@ class GpuModel(SearchModel):
 
     def place(self, settings: Settings) -> Placement:
         """Return where the tensors of a run are, and the memory that this needs."""
-        request = self.request
-        sizes = model_sizes(self.shape, self.micro_batch(settings))
-        host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
+        request, shape = self.request, self.shape
+        sizes = model_sizes(shape, self.micro_batch(settings))
+        host_room = request.room_bytes
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
             each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
-            subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
+            subgroup = subgroup_size(shape.parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
         left, device = self._on_device(settings, sizes, in_flight)
         staging = 0
@@ -110,11 +65,18 @@ class GpuModel(SearchModel):
             # Host buffers without which nothing can be offloaded; more if there is memory for them.
             staging = in_flight + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
             if settings.offloads_optimizer:
-                staging += WEIGHT_BYTES * sizes.layer_parameters
+                staging += WEIGHT_BYTES * shape.layer_parameters
             if settings.streams_weights:
-                staging += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
+                staging += weights_in_flight_bytes(shape, settings.blocks_in_flight)
             staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE))
-        offloaded = _offloaded(sizes, settings, left, host_room - staging)
+        leaving, room = self.leaving(settings, left), max(0, host_room - staging)
+        offloaded: dict[OffloadedKind, TierSplit] = {}
+        for kind in settings.host_priority:
+            if nbytes := leaving.get(kind):
+                # A tier of a few bytes would hold nothing.
+                taken = nbytes if nbytes <= room else room // _GRAIN * _GRAIN
+                room -= taken
+                offloaded[kind] = TierSplit(taken, nbytes - taken)
         waiting = offloaded.get("waiting", TierSplit(0, 0)).host_bytes
         host = staging + sum(split.host_bytes for split in offloaded.values())
         disk = sum(split.ssd_bytes for split in offloaded.values())
@@ -124,7 +86,7 @@ class GpuModel(SearchModel):
             fits=(
                 Fit("device memory", device, request.device.memory_bytes),
                 Fit("host memory", host, max(0, host_room)),
-                Fit("disk", disk, self.drives.capacity_bytes),
+                Fit("disk", disk, request.drives.capacity_bytes),
             ),
             subgroup_size=subgroup,
             # Gradients of a device wait in buffers as well; new weights may take half of them.
@@ -134,104 +96,25 @@ class GpuModel(SearchModel):
 
     def _on_device(self, settings: Settings, sizes: ModelSizes, in_flight: int) -> tuple[int, int]:
         """Return the bytes of what layers save that leave, and the device's peak."""
-        layers = self.shape.layers
-        share = settings.recomputed_layers / layers
-        inputs = settings.recomputed_layers * sizes.layer_input
+        shape, recomputed_layers = self.shape, settings.recomputed_layers
+        share = recomputed_layers / shape.layers
+        inputs = recomputed_layers * sizes.layer_input
         saved = int(sizes.saved * (1 - share)) + inputs
-        last = sizes.saved_layer if settings.recomputed_layers < layers else sizes.layer_input
-        movable = int(sizes.movable * (1 - share))
-        movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
-        weights = parameters = sizes.parameters
+        last = sizes.saved_layer if recomputed_layers < shape.layers else sizes.layer_input
+        movable = int(sizes.movable * (1 - share)) + recomputed_layers * sizes.movable_input
+        weights = parameters = shape.parameters
         if settings.streams_weights:
-            weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
+            weights = settings.blocks_in_flight * shape.layer_parameters + shape.end_parameters
         gradients, states = parameters, STATE_BYTES[settings.state_dtype] * parameters
         if settings.offloads_optimizer:
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
-                gradients = sizes.layer_parameters
+                gradients = shape.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
-        limit = _DEVICE_SHARE * self.request.device.memory_bytes
+        limit = DEVICE_SHARE * self.request.device.memory_bytes
         if base + saved <= limit:
             return 0, base + saved
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         return left, base + saved + (last - left if left else 0)
-
-    def step_time(self, placement: Placement) -> StepTime:
-        """Predict the time of a step; see [Note: stages of a step]."""
-        settings, shape, flops = placement.settings, self.shape, self.request.flops
-        work = self.micro_batch(settings)
-        forward = shape.forward_flops(work.batch, work.sequence) / flops
-        again = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
-        activations, weights = placement.split("activations"), placement.split("weights")
-        weights_in = _fetch(weights.total_bytes, weights)
-        forward_load = StageLoad(forward) + weights_in + _send(activations.total_bytes, activations)
-        backward_load = StageLoad(BACKWARD_OVER_FORWARD * forward + again) + weights_in
-        backward_load += _fetch(activations.total_bytes, activations)
-        update, commit = self._update_loads(placement)
-        if settings.offloads_optimizer and settings.overlap == "off":
-            last = {"backward": backward_load, "update": update}
-        else:
-            last = {"backward, update": backward_load + update}
-        last["step()"] = commit
-        return self._stages(settings.micro_batches, forward_load, backward_load, last)
-
-    def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
-        """Return what the update moves, and what `step()` moves after it."""
-        settings, commit = placement.settings, StageLoad()
-        if not settings.offloads_optimizer:
-            return StageLoad(), commit
-        parameters = self.shape.parameters
-        states, weights = STATE_BYTES[settings.state_dtype] * parameters, WEIGHT_BYTES * parameters
-        placed, streamed = placement.split("states"), placement.split("weights")
-        update = _fetch(states, placed) + _send(states, placed)
-        if settings.overlap == "commit":
-            waiting = placement.split("waiting")
-            update += _send(2 * weights, waiting)  # gradients and new weights
-            if settings.streams_weights:
-                # From where they wait to where the old weights are.
-                read, written = weights * waiting.ssd_share, weights * streamed.ssd_share
-                commit = StageLoad(read=read, written=written)
-            else:
-                commit = _fetch(weights, waiting)
-        elif settings.streams_weights:
-            update += _send(weights, streamed)
-            if settings.overlap == "off":
-                # In backward they are on the device anyway; afterwards they are fetched once more.
-                update += _fetch(weights, streamed)
-        return update, commit
-
-
-def _fetch(nbytes: float, where: TierSplit) -> StageLoad:
-    return StageLoad(to_device=nbytes, read=nbytes * where.ssd_share)
-
-
-def _send(nbytes: float, where: TierSplit) -> StageLoad:
-    return StageLoad(from_device=nbytes, written=nbytes * where.ssd_share)
-
-
-def _offloaded(
-    sizes: ModelSizes, settings: Settings, activations: int, room: int
-) -> dict[OffloadedKind, TierSplit]:
-    """Return where what leaves the device goes, if host memory has so much room."""
-    weights = WEIGHT_BYTES * sizes.parameters
-    leaving: dict[OffloadedKind, int] = {"activations": activations}
-    if settings.offloads_optimizer:
-        states = STATE_BYTES[settings.state_dtype] * sizes.parameters
-        # `optimizer_need` counts new weights with the updates; here they are among what waits.
-        leaving["states"] = optimizer_need(states, 0, settings.overlap)
-        if settings.overlap == "commit":
-            leaving["waiting"] = 2 * weights
-    if settings.streams_weights:
-        leaving["weights"] = weights
-    found: dict[OffloadedKind, TierSplit] = {}
-    room = max(0, room)
-    for kind in settings.host_priority:
-        if not (nbytes := leaving.get(kind, 0)):
-            continue
-        # A tier of a few bytes would hold nothing.
-        taken = nbytes if nbytes <= room else room // _GRAIN * _GRAIN
-        room -= taken
-        found[kind] = TierSplit(taken, nbytes - taken)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,32 +15,30 @@ import yaml
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import WEARS, lifespan_seconds
-from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.settings import OffloadedKind, Placement, Settings, StateType
+from offload_strategy.planner.request import LIMIT_SHARE, CpuRequest, Request, StateType
+from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
-from offload_strategy.units import (
-    SECONDS_PER_DAY,
-    SECONDS_PER_YEAR,
-    MiB,
-    format_size,
-    markdown_list,
-    markdown_table,
-)
-
-Model = GpuModel | CpuModel
+from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size, markdown_list, markdown_table
 
 #: Largest number of tokens of a step if no bound is given.
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
+_TB = 1e12
+#: Characters of a line of comments in a config file.
+_WIDTH = 96
 _KINDS: dict[OffloadedKind, str] = {
     "weights": "weights",
     "activations": "activations of a micro-batch",
     "waiting": "gradients and new weights until `step()`",
     "states": "states",
+}
+#: Sections of the config, and the bytes that the host tier of each holds.
+_CLIENTS: dict[str, OffloadedKind] = {
+    "parameters": "weights",
+    "activations": "activations",
+    "optimizer": "states",
 }
 
 
@@ -110,12 +109,8 @@ class Candidate:
     @property
     def offloads(self) -> tuple[str, ...]:
         """What is offloaded, of "activations", "optimizer" and "parameters"."""
-        names = {
-            "activations": self.placement.split("activations").total_bytes > 0,
-            "optimizer": self.settings.offloads_optimizer,
-            "parameters": self.settings.streams_weights,
-        }
-        return tuple(name for name, offloaded in names.items() if offloaded)
+        offloaded = self.placement.offloaded
+        return tuple(sorted(client for client, kind in _CLIENTS.items() if kind in offloaded))
 
     @property
     def update(self) -> str:
@@ -145,61 +140,56 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Settings that do not fit because of one resource, such as "host memory"."""
-
-    what: str
-    count: int  # Each counts for the first resource that it lacks
-    needed_bytes: int  # Of the nearest settings
-    available_bytes: int
-
-    def __str__(self) -> str:
-        nearest = f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
-        return f"{self.count} settings need more {self.what} than there is: the nearest {nearest}"
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search; `str` gives tables in Markdown."""
 
-    model: Model  # Model and machine
+    request: Request | CpuRequest  # Model and machine
     space: Space  # The space that was searched
     # The best of each kind (what is offloaded, whether layers are recomputed, overlap), best first
     candidates: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]  # Why other settings do not fit
+    refused: tuple[Placement, ...]  # The settings that do not fit
     tried: int  # How many settings were tried
-    nearest: Placement | None  # Of the settings that do not fit, those that lack the least
 
     @property
     def best(self) -> Candidate:
         """The best candidate; raises a ConfigError that says what is missing if nothing fits."""
         if not self.candidates:
             raise ConfigError(
-                f"search: none of {self.tried} settings fits: {'; '.join(map(str, self.refused))}. "
+                f"search: none of {self.tried} settings fits: {'; '.join(self._refusals())}. "
                 f"Take more of that, a smaller model, or shorter sequences"
             )
         return self.candidates[0]
 
+    def lacking(self) -> dict[str, list[Fit]]:
+        """Return the first thing that each of the refused settings lacks, by resource."""
+        found: dict[str, list[Fit]] = defaultdict(list)
+        for placement in self.refused:
+            fit = next(fit for fit in placement.fits if not fit.ok)
+            found[fit.what].append(fit)
+        return found
+
+    def _refusals(self) -> Iterator[str]:
+        for what, fits in self.lacking().items():
+            nearest = min(fits)
+            sizes = f"{format_size(nearest.needed_bytes)} of {format_size(nearest.available_bytes)}"
+            yield f"{len(fits)} settings need more {what} than there is: the nearest {sizes}"
+
     def assumptions(self) -> list[str]:
         """Return what the figures rest on, a line each."""
-        return self.model.assumptions(self.space.state_dtypes)
+        return self.request.assumptions(self.space.state_dtypes)
 
     @property
     def lifespans(self) -> dict[str, float]:
         """Years of training that the drives last with the best settings, by assumption."""
-        rated = self.model.drives.endurance_bytes
-        if rated is None or not self.candidates:
+        if not self.candidates:
             return {}
-        written = self.best.step.moved_bytes("written")
-        return {
-            name: lifespan_seconds(rated, self.best.step.seconds, written, wear) / SECONDS_PER_YEAR
-            for name, wear in WEARS.items()
-        }
+        step = self.best.step
+        return self.request.drives.lifespan_years(step.seconds, step.moved_bytes("written"))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
         return {
-            "parameters": self.model.shape.parameters,
+            "parameters": self.request.shape.parameters,
             "candidates": [one.as_dict() for one in self.candidates],
             # Of the best settings; None if they write nothing.
             "lifespan_years": {
@@ -207,12 +197,12 @@ class SearchResult:
                 for name, years in self.lifespans.items()
             },
             "refused": {
-                one.what: {
-                    "settings": one.count,
-                    "nearest_needed_bytes": one.needed_bytes,
-                    "available_bytes": one.available_bytes,
+                what: {
+                    "settings": len(fits),
+                    "nearest_needed_bytes": min(fit.needed_bytes for fit in fits),
+                    "available_bytes": fits[0].available_bytes,
                 }
-                for one in self.refused
+                for what, fits in self.lacking().items()
             },
             "tried": self.tried,
             "searched": self.space.bound(),
@@ -220,20 +210,20 @@ class SearchResult:
         }
 
     def __str__(self) -> str:
-        model = self.model
-        title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
+        billions = self.request.shape.parameters / 1e9
+        title = f"{billions:.2f} billion parameters {self.request.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
         found = ["Nothing fits."]
         if self.candidates:
             found = [self._table(), self._places(), self._stages(), self._drives()]
-        searched = markdown_list("Searched", [*tried, *self.refused])
+        searched = markdown_list("Searched", [*tried, *self._refusals()])
         assumed = markdown_list("Assumed", self.assumptions())
         return "\n\n".join([title, *found, searched, assumed])
 
     def _table(self) -> str:
         head = (
             "tokens/s | step | limits | batch | micro-batches | sequence | leaves "
-            f"{'memory' if self.model.on_cpu else 'the device'} | recomputed layers | update"
+            f"{'memory' if self.request.on_cpu else 'the device'} | recomputed layers | update"
         )
         rows = (
             (
@@ -244,7 +234,7 @@ class SearchResult:
                 one.settings.micro_batches,
                 one.settings.sequence,
                 ", ".join(one.offloads) or "nothing",
-                f"{one.settings.recomputed_layers} of {self.model.shape.layers}",
+                f"{one.settings.recomputed_layers} of {self.request.shape.layers}",
                 one.update,
                 *(format_size(fit.needed_bytes) for fit in one.placement.fits),
             )
@@ -256,9 +246,9 @@ class SearchResult:
     def _places(self) -> str:
         """Return where the tensors of the best settings are that have left the device."""
         if not (offloaded := self.best.placement.offloaded):
-            where = "in memory" if self.model.on_cpu else "on the device"
+            where = "in memory" if self.request.on_cpu else "on the device"
             return f"The first row offloads nothing: everything fits {where}."
-        memory = "in memory" if self.model.on_cpu else "in host memory"
+        memory = "in memory" if self.request.on_cpu else "in host memory"
         rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
         return markdown_table(f"first row | {memory} | on the drives", rows)
 
@@ -281,21 +271,23 @@ class SearchResult:
 
     def _drives(self) -> str:
         """Return what the best settings write, and how long the drives last."""
-        step, lifespans = self.best.step, self.lifespans
-        per_day = step.moved_bytes("written") / step.seconds * SECONDS_PER_DAY
+        step = self.best.step
+        written = step.moved_bytes("written")
+        per_day = written / step.seconds * SECONDS_PER_DAY
         rows = [
-            ("written in a step", f"{step.moved_bytes('written') / 1e9:.1f} GB"),
-            ("written in a day", f"{per_day / 1e12:.1f} TB"),
-            *((f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans.items()),
+            ("written in a step", f"{written / 1e9:.1f} GB"),
+            ("written in a day", f"{per_day / _TB:.1f} TB"),
         ]
-        if (budget := self.model.drives.writes_per_day) is not None:
+        if (budget := self.request.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
             activations = self.best.placement.split("activations").ssd_bytes
             activations *= self.best.settings.micro_batches
             others = max(0.0, per_day - activations / step.seconds * SECONDS_PER_DAY)
             shares = f"{per_day / budget:.0%}, without activations {others / budget:.0%}"
-            rows.insert(2, ("of the budget for a day", shares))
-        if not lifespans:
+            rows.append(("of the budget for a day", shares))
+        lifespans = self.lifespans.items()
+        rows += [(f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans]
+        if self.request.drives.endurance_bytes is None:
             rows.append(("lifespan", "the drive's rating is not known"))
         return markdown_table("drives | first row", rows)
 
@@ -303,16 +295,6 @@ class SearchResult:
 def rounded(number: float) -> str:
     """Return three significant digits, or a whole number."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-_TB = 1e12
-_WIDTH = 96
-#: Sections of the config, and the bytes that the host tier of each holds.
-_CLIENTS: dict[str, OffloadedKind] = {
-    "parameters": "weights",
-    "activations": "activations",
-    "optimizer": "states",
-}
 
 
 # ---------------------------------------------------------------------- the config file
@@ -327,7 +309,7 @@ def config_yaml(found: SearchResult, directories: Sequence[str]) -> str:
 
 
 def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]:
-    best, model = found.best, found.model
+    best, request = found.best, found.request
     placement, settings = best.placement, best.settings
     sections: dict[str, Any] = {}
     tiers: list[dict[str, Any]] = []
@@ -337,7 +319,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
             continue
         names = ["ssd"]
         capacity = placement.split(kind).host_bytes
-        if model.on_cpu and settings.overlap == "commit":
+        if request.on_cpu and settings.overlap == "commit":
             # Old and new states were both counted; the tier holds both for a while.
             capacity //= 2
         if capacity:
@@ -348,10 +330,10 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
         return sections
     paths = directories[0] if len(directories) == 1 else list(directories)
     drives: dict[str, Any] = {"name": "ssd", "kind": "ssd", "path": paths}
-    if model.drives.endurance_bytes is not None:
-        drives["endurance_tbw"] = round(model.drives.endurance_bytes / _TB)
-    if model.drives.writes_per_day is not None:
-        drives["writes_per_day"] = model.drives.writes_per_day
+    if request.drives.endurance_bytes is not None:
+        drives["endurance_tbw"] = round(request.drives.endurance_bytes / _TB)
+    if request.drives.writes_per_day is not None:
+        drives["writes_per_day"] = request.drives.writes_per_day
     sections = {"tiers": [*tiers, drives], **sections}
     if "optimizer" in best.offloads:
         sections["optimizer"] |= {
@@ -366,16 +348,18 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
     sections["memory"] = {"pinned": _size(placement.pinned_bytes)}
     if "activations" in best.offloads:
         # The search counted what leaves; the run measures in its first steps what has to leave.
-        limit = _size(model.request.limit_bytes) if isinstance(model, CpuModel) else "auto"
-        sections["planning"] = {"device_memory": limit}
+        sections["planning"] = {"device_memory": "auto"}
+        if isinstance(request, CpuRequest):
+            limit = int(LIMIT_SHARE * request.memory_bytes)
+            sections["planning"]["device_memory"] = _size(limit)
     return sections
 
 
 def _comments(found: SearchResult) -> Iterator[str]:
-    best, model, settings = found.best, found.model, found.best.settings
-    measured = "no step was measured" if model.on_cpu else "nothing was measured"
+    best, request, settings = found.best, found.request, found.best.settings
+    measured = "no step was measured" if request.on_cpu else "nothing was measured"
     yield f"Found by `ssd-offload plan --search`, by the analytical model: {measured}."
-    yield from _wrapped(f"For {model.shape.parameters:,} parameters {model.machine}.")
+    yield from _wrapped(f"For {request.shape.parameters:,} parameters {request.machine}.")
     yield ""
     yield (
         f"Predicted: {rounded(best.tokens_per_second)} tokens/s, {best.step.seconds:.2f} s a step; "
@@ -388,7 +372,7 @@ def _comments(found: SearchResult) -> Iterator[str]:
     yield "Your training script has to do the rest:"
     passes = f"{settings.micro_batches} micro-batch{'es' if settings.micro_batches > 1 else ''}"
     yield f"- {passes} of {settings.micro_batch} x {settings.sequence} tokens a step"
-    again, layers = settings.recomputed_layers, model.shape.layers
+    again, layers = settings.recomputed_layers, request.shape.layers
     if again == layers:
         yield "- checkpointing of all layers, such as model.gradient_checkpointing_enable()"
     elif again:
@@ -397,10 +381,10 @@ def _comments(found: SearchResult) -> Iterator[str]:
         yield "- no checkpointing"
     if settings.overlap == "eager" and settings.offloads_optimizer:
         yield "- no clipping and no loss scale, because overlap is eager"
-    if best.offloads and model.on_cpu:
+    if best.offloads and request.on_cpu:
         yield "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed"
         yield "  memory returns to the system"
-    if settings.offloads_optimizer and not model.on_cpu:
+    if settings.offloads_optimizer and not request.on_cpu:
         yield ""
         yield "States are counted with a float32 copy of half-precision weights. The package keeps"
         yield "one with optimizer.master_weights: true, which changes numbers: it is not set here."

@@ -22,25 +22,12 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.request import CpuRequest, Request
-from offload_strategy.planner.saved_tensor_bytes import (
-    Workload,
-    activation_bytes,
-    layer_activation_bytes,
-)
-from offload_strategy.planner.step_time import StageLoad, StepTime
+from offload_strategy.planner.request import WEIGHT_BYTES, StateType
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
-StateType = Literal["float32", "bfloat16"]
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
-#: Bytes per parameter of both moments of Adam next to a float32 copy of the weights.
-STATE_BYTES: Mapping[StateType, int] = {"float32": 12, "bfloat16": 8}
-#: Bytes per parameter of weights, and of gradients, in half precision.
-WEIGHT_BYTES = 2
-#: Smaller storages are not offloaded (`activations.min_size`).
-MIN_STORAGE_BYTES = 1 * MiB
 #: Subgroups in flight may take one part in so many of the memory that training may take.
 SUBGROUPS_SHARE = 8
 
@@ -104,8 +91,7 @@ class TierSplit(NamedTuple):
         return self.ssd_bytes / self.total_bytes if self.total_bytes else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Needed and available bytes of a limited resource."""
 
     what: str
@@ -150,34 +136,6 @@ class Placement:
         return self.offloaded.get(kind, TierSplit(0, 0))
 
 
-class ModelSizes(NamedTuple):
-    """Sizes that follow from the model and the work of a micro-batch alone."""
-
-    parameters: int
-    layer_parameters: int  # Of the largest layer
-    ends: int  # Parameters of embedding and head
-    saved: int  # Bytes that all layers save for backward
-    movable: int  # Of these, what is large enough to be offloaded
-    saved_layer: int  # Bytes that the largest layer saves
-    layer_input: int  # Bytes
-    logits: int  # Bytes, of one sequence
-
-
-@functools.lru_cache(maxsize=4096)
-def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
-    """Count what does not depend on the settings."""
-    return ModelSizes(
-        parameters=shape.parameters,
-        layer_parameters=shape.layer_parameters,
-        ends=shape.end_parameters,
-        saved=activation_bytes(shape, work, 0),
-        movable=activation_bytes(shape, work, MIN_STORAGE_BYTES // work.dtype_bytes),
-        saved_layer=layer_activation_bytes(shape, work),
-        layer_input=work.tokens * shape.hidden * work.dtype_bytes,
-        logits=work.sequence * shape.vocabulary * work.dtype_bytes,
-    )
-
-
 def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[int, int]:
     """Return the buffers through which streamed weights pass in half precision: counts by bytes.
 
@@ -197,30 +155,3 @@ def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[i
 def weights_in_flight_bytes(shape: TransformerShape, blocks: int) -> int:
     """Return the bytes of buffers for the streamed weights of so many layers, in half precision."""
     return sum(size * count for size, count in weight_buffers(shape, blocks).items())
-
-
-class SearchModel:
-    """What models of training on a GPU and on the CPU share: what moves, and stages of a step."""
-
-    dtype_bytes: int  # Of an activation
-
-    def __init__(self, request: Request | CpuRequest) -> None:
-        self.shape, self.drives, self.rates = request.shape, request.drives, request.rates
-
-    def micro_batch(self, settings: Settings) -> Workload:
-        """Return the work of a micro-batch, after a check of the settings."""
-        if not 0 <= settings.recomputed_layers <= self.shape.layers:
-            raise ConfigError(
-                f"settings: {settings.recomputed_layers} layers are to be recomputed, but the "
-                f"model has {self.shape.layers}: give 0 to {self.shape.layers}"
-            )
-        return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
-
-    def _stages(
-        self, passes: int, forward: StageLoad, backward: StageLoad, last: Mapping[str, StageLoad]
-    ) -> StepTime:
-        """Lay out forward of all micro-batches, backward of all but the last, and its stages."""
-        stages = [self.rates.stage("forward", forward, passes)]
-        if passes > 1:
-            stages.append(self.rates.stage("backward", backward, passes - 1))
-        return StepTime((*stages, *(self.rates.stage(*one) for one in last.items())))

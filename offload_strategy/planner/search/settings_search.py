@@ -15,21 +15,18 @@ fast; of these, the ones that offload, write and recompute the least are taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.search_result import (
-    Candidate,
-    Model,
-    Refusal,
-    SearchResult,
-    Space,
-)
+from offload_strategy.planner.search.search_result import Candidate, SearchResult, Space
 from offload_strategy.planner.search.settings import Placement, Settings
 from offload_strategy.telemetry import Progress
+
+Model = GpuModel | CpuModel
 
 _AS_FAST = 0.01
 #: Recomputed layers are tried in multiples of one part in so many of all layers.
@@ -45,72 +42,50 @@ _OFFLOADS = ((False, False), (True, False), (True, True))
 def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     """Find the settings with the highest throughput; see [Note: the order of settings]."""
     model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
-    candidates = _Candidates(model, space.tolerance)
+    kinds: dict[object, list[Candidate]] = defaultdict(list)
+    refused: list[Placement] = []
+
+    def try_settings(settings: Settings) -> None:
+        """Time settings with every order of host memory, or note that they do not fit."""
+        for placement in _orders(model, settings):
+            if placement.ok:
+                candidate = Candidate(placement, model.step_time(placement))
+                kinds[_kind(candidate)].append(candidate)
+            else:
+                refused.append(placement)
+
     for settings in Progress("search", unit=" settings", iterable=[*_choices(model, space)]):
-        candidates.try_settings(settings)
+        try_settings(settings)
     if space.batch is None:
         # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
-        for found in candidates.best_of_each_kind():
-            for settings in _around(found.settings, space):
-                candidates.try_settings(settings)
-    best, refused = tuple(candidates.ranked()[:_KEPT]), tuple(candidates.refused.values())
-    return SearchResult(model, space, best, refused, candidates.tried, candidates.nearest)
+        for best in [_best(model, space, found) for found in kinds.values()]:
+            for settings in _around(best.settings, space):
+                try_settings(settings)
+    tried = len(refused) + sum(map(len, kinds.values()))
+    # The best of all kinds, then the best of the other kinds, and so on.
+    ranked: list[Candidate] = []
+    while kinds and len(ranked) < _KEPT:
+        best = _best(model, space, itertools.chain.from_iterable(kinds.values()))
+        del kinds[_kind(best)]
+        if not any(_at_least_as_good(better, best) for better in ranked):
+            ranked.append(best)
+    return SearchResult(request, space, tuple(ranked), tuple(refused), tried)
 
 
-class _Candidates:
-    """The candidates of each kind, and what was refused."""
+def _best(model: Model, space: Space, candidates: Iterable[Candidate]) -> Candidate:
+    """See [Note: the order of settings]."""
 
-    def __init__(self, model: Model, tolerance: float) -> None:
-        self.refused: dict[str, Refusal] = {}
-        self.nearest: Placement | None = None
-        self.tried = 0
-        self._model, self._least = model, 1 - tolerance
-        self._kinds: dict[object, list[Candidate]] = {}
+    def batch_cost(one: Candidate) -> tuple[bool, int]:
+        tokens = one.settings.tokens
+        return tokens // one.settings.micro_batches < model.busy_tokens, tokens
 
-    def try_settings(self, settings: Settings) -> None:
-        """Time settings with every order of host memory, or note why they do not fit."""
-        for one in _orders(self._model, settings):
-            self.tried += 1
-            if not one.ok:
-                self._refuse(one)
-                continue
-            found = Candidate(one, self._model.step_time(one))
-            self._kinds.setdefault(_kind(found), []).append(found)
-
-    def best_of_each_kind(self) -> list[Candidate]:
-        return [self._best(found) for found in self._kinds.values()]
-
-    def ranked(self) -> list[Candidate]:
-        """Return the best of all kinds, then the best of the other kinds, and so on."""
-        rest, ranked = dict(self._kinds), list[Candidate]()
-        while rest:
-            best = self._best([one for found in rest.values() for one in found])
-            del rest[_kind(best)]
-            if not any(_at_least_as_good(better, best) for better in ranked):
-                ranked.append(best)
-        return ranked
-
-    def _best(self, found: Sequence[Candidate]) -> Candidate:
-        """See [Note: the order of settings]."""
-        least = self._least * max(one.tokens_per_second for one in found)
-        wanted = [one for one in found if one.tokens_per_second >= least]
-        batch = min(map(self._batch_cost, wanted))
-        same = [one for one in wanted if self._batch_cost(one) == batch]
-        fastest = max(one.tokens_per_second for one in same)
-        fast = [one for one in same if one.tokens_per_second >= fastest * (1 - _AS_FAST)]
-        return min(fast, key=_cost)
-
-    def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
-        tokens = found.settings.tokens
-        return tokens // found.settings.micro_batches < self._model.busy_tokens, tokens
-
-    def _refuse(self, placement: Placement) -> None:
-        if self.nearest is None or placement.shortage < self.nearest.shortage:
-            self.nearest = placement
-        fit = next(fit for fit in placement.fits if not fit.ok)
-        old = self.refused.get(fit.what, Refusal(fit.what, 0, fit.needed_bytes, 0))
-        nearest = min(fit.needed_bytes, old.needed_bytes)
-        self.refused[fit.what] = Refusal(fit.what, old.count + 1, nearest, fit.available_bytes)
+    found = list(candidates)
+    least = (1 - space.tolerance) * max(one.tokens_per_second for one in found)
+    found = [one for one in found if one.tokens_per_second >= least]
+    batch = min(map(batch_cost, found))
+    found = [one for one in found if batch_cost(one) == batch]
+    fast = (1 - _AS_FAST) * max(one.tokens_per_second for one in found)
+    return min((one for one in found if one.tokens_per_second >= fast), key=_cost)
 
 
 def _kind(found: Candidate) -> object:
