@@ -16,8 +16,8 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -28,9 +28,6 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
-
-#: Variables that differ between launched processes: they stay unexpanded if there are several.
-_RANK_VARIABLES = ("LOCAL_RANK", "RANK")
 
 _LAUNCHER = "accelerate.commands.launch"
 _INSTALLED = "_ssd_offload_installed"
@@ -70,6 +67,8 @@ def install_in_config(config_args: Any) -> None:
 
 def install_in_launcher(launch: Any) -> None:
     """Make the module `accelerate.commands.launch` accept `--config` and pass the section on."""
+    from accelerate.utils import patch_environment
+
     if getattr(launch, _INSTALLED, False):
         return
     parser, command = launch.launch_command_parser, launch.launch_command
@@ -87,7 +86,7 @@ def install_in_launcher(launch: Any) -> None:
         path = args.config_file
         if path is None and not args.cpu and os.path.isfile(launch.default_config_file):
             path = launch.default_config_file
-        with _variables(_environment_or_exit(path)):
+        with patch_environment(**_environment_or_exit(path)):
             return command(args)
 
     launch.launch_command_parser = launch_command_parser
@@ -111,8 +110,13 @@ def environment_for(path: str | None) -> dict[str, str]:
             f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU'), with 'FSDP' "
             f"(fsdp_version 2) and with 'DEEPSPEED'. Set one of these, or remove the section"
         )
-    placeholders = {name: f"(({name}))" for name in _RANK_VARIABLES if distributed != "NO"}
-    with _variables(placeholders):
+    # Not at the top: plugin.py would not be finished when Accelerate's import asks for its hook.
+    from accelerate.utils import patch_environment
+
+    placeholders: dict[str, str] = {}
+    if distributed != "NO":  # These differ between the processes, and stay unexpanded.
+        placeholders = {name: f"(({name}))" for name in ("LOCAL_RANK", "RANK")}
+    with patch_environment(**placeholders):
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
@@ -137,16 +141,3 @@ def _environment_or_exit(path: str | None) -> dict[str, str]:
         return environment_for(path)
     except ConfigError as error:
         sys.exit(f"accelerate launch: {error}")
-
-
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context; the launcher passes them to its processes."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)
