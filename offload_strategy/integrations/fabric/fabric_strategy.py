@@ -147,24 +147,6 @@ class SingleDeviceFabricMixin(engine_strategy.OneDeviceStrategy, OffloadFabricMi
 
     parallel_class: type[OffloadFabricMixin]
     precision_option = "precision"
-    # Fabric sets this attribute, although it looks for the property.
-    _num_nodes = 1
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes: 1."""
-        return self._num_nodes
-
-    def _configure_launcher(self) -> None:
-        # The last method that Fabric's constructor calls.
-        if (nodes := self._num_nodes) > 1:
-            self._become_parallel()
-            parallel: Any = self
-            parallel._num_nodes = nodes
-            parallel._set_world_ranks()
-            parallel._configure_launcher()
-        else:
-            cast(Any, super())._configure_launcher()
 
 
 @functools.cache

@@ -53,7 +53,6 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     strategy_name = "ssd_offload_deepspeed"
     description = "DeepSpeed, with activations on host memory and SSDs"
     stages = (1, 2, 3)
-    _micro_batch = 0
     _weights: GatheredWeights | None = None
 
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
@@ -115,7 +114,6 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         if trainer.state.fn != "fit":
             return
         engine = self._open_engine(for_activations(self.offload_config), self.num_processes)
-        self._micro_batch = 0
         try:
             engine.attach(self.model)
             self._weights = install(engine, self.model)
@@ -129,8 +127,7 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         if engine is None:
             return super().training_step(*args, **kwargs)
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            engine.microbatch(self._micro_batch, last=True)
-            self._micro_batch += 1
+            engine.microbatch(0, last=True)
         with engine.forward():
             return super().training_step(*args, **kwargs)
 

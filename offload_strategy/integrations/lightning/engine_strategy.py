@@ -211,6 +211,20 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
         this.__class__, this.__dict__ = type(made), made.__dict__
 
     @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            self._become_parallel()
+            cast(Any, self).num_nodes = num_nodes
+
+    # Fabric sets this attribute, although it looks for the property.
+    _num_nodes = num_nodes
+
+    @property
     def root_device(self) -> torch.device:
         """The device to train on."""
         plain: torch.device = cast(Any, super()).root_device

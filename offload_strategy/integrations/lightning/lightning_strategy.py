@@ -20,7 +20,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -94,8 +94,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             if getattr(before, "inner", None) is optimizer:
                 optimizer.load_state_dict(before.state_dict())
         for fit in earlier:
-            if not fit._is_ahead:
-                fit._close_engine()
+            fit._close_engine()
 
         engine = self._opened_engine()
         self._is_ahead = False
@@ -123,8 +122,9 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             groups = [group for optimizer in fit.optimizers for group in optimizer.param_groups]
             return any(id(parameter) in wanted for group in groups for parameter in group["params"])
 
-        fits = list(_with_engine)
-        return [fit for fit in fits if fit is self or (not fit._fitting and has_states(fit))]
+        return [
+            fit for fit in _with_engine if fit is self or (not fit._fitting and has_states(fit))
+        ]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, offloading its saved tensors."""
@@ -242,17 +242,6 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
         given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
         super().__init__(config, ddp=ddp, precision_plugin=precision_plugin, **given)
 
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1:
-            self._become_parallel()
-            cast(Any, self).num_nodes = num_nodes
-
 
 class ShardedMixin(OffloadStrategyMixin):
     """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
@@ -261,11 +250,10 @@ class ShardedMixin(OffloadStrategyMixin):
     Lightning's own strategy.
 
     Args:
-        config: as in `OffloadStrategyMixin`.
-        data_parallel_size: number of processes over which the model is sharded; "auto" for all
-            processes divided by `tensor_parallel_size`.
-        tensor_parallel_size: number of processes that compute a layer together; "auto" for one.
-        options: other options of Lightning's `ModelParallelStrategy`.
+        config: as in `SingleDeviceMixin`.
+        options: options of Lightning's `ModelParallelStrategy`. ``data_parallel_size="auto"``, the
+            default, shards the model over all processes divided by `tensor_parallel_size`, the
+            number of processes that compute a layer together: with "auto", one.
 
     Raises:
         ConfigError: the config is wrong.
@@ -274,26 +262,13 @@ class ShardedMixin(OffloadStrategyMixin):
     strategy_name = "ssd_offload_fsdp"
     may_stream_weights = True
 
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: Literal["auto"] | int = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            config,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=1 if tensor_parallel_size == "auto" else tensor_parallel_size,
-            **options,
-        )
-
     def setup_environment(self) -> None:
         """Create the process group and the device mesh."""
         strategy = cast(Any, self)
+        # Lightning's defaults are tensor parallelism within each node, and the number of nodes.
+        if strategy._tensor_parallel_size == "auto":
+            strategy._tensor_parallel_size = 1
         if strategy._data_parallel_size == "auto":
-            # Lightning's default is the number of nodes, with tensor parallelism within each.
             processes = strategy.num_nodes * strategy.num_processes
             strategy._data_parallel_size = processes // strategy._tensor_parallel_size
         super().setup_environment()
