@@ -16,8 +16,8 @@ from pydantic import (
 from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
 
 
-def _must(be: str, allowed: Callable[[int], bool]) -> AfterValidator:
-    def validate(number: int) -> int:
+def _must(be: str, allowed: Callable[[Any], bool]) -> AfterValidator:
+    def validate(number: Any) -> Any:
         if not allowed(number):
             raise ValueError(f"must be {be}")
         return number
@@ -96,6 +96,7 @@ AutoOrSize = Annotated[
     _schema(_AUTO, _BYTES, _TEXT, examples=["auto", *_SIZES]),
     _AS_TEXT,
 ]
+AutoOrPositiveSize = Annotated[AutoOrSize, _must("at least 1 B", lambda size: size != 0)]
 Budget = Annotated[
     int | str,
     _auto_or(_budget),

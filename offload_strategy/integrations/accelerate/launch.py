@@ -113,9 +113,7 @@ def environment_for(path: str | None) -> dict[str, str]:
     # Not at the top: plugin.py would not be finished when Accelerate's import asks for its hook.
     from accelerate.utils import patch_environment
 
-    placeholders: dict[str, str] = {}
-    if distributed != "NO":  # These differ between the processes, and stay unexpanded.
-        placeholders = {name: f"(({name}))" for name in ("LOCAL_RANK", "RANK")}
+    placeholders = {name: f"(({name}))" for name in ("LOCAL_RANK", "RANK") if distributed != "NO"}
     with patch_environment(**placeholders):
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():

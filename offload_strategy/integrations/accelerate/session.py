@@ -69,7 +69,7 @@ class Session:
         self._steps = 0
         self._micro_batch = 0
         self._logged: LoggedMetrics | None = None
-        self._logged_at: int | None = None
+        self._logged_at = -math.inf
         self._log_step: int | None = None
 
     def __reduce__(self) -> Any:
@@ -281,10 +281,9 @@ class Session:
 
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics if they are due, with `now` after any new step; [Note: metrics]."""
-        if self._engine is None or self._engine.closed or self._logged is None:
+        if self._logged is None or self.engine.closed:
             return {}
-        every = self._metrics_every
-        behind = math.inf if self._logged_at is None else self._steps - self._logged_at
+        every, behind = self._metrics_every, self._steps - self._logged_at
         if every == 0 or behind < (1 if now else every):
             return {}
         self._logged_at = self._steps

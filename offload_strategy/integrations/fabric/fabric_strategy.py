@@ -50,8 +50,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[Any, bool | None]:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
-        precision = self.precision.module_init_context()
-        return self._model_init(super().module_init_context, precision, empty_init)
+        return self._model_init(super().module_init_context, empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device, unless its weights are streamed."""
@@ -104,16 +103,15 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         `plain` is Fabric's own context. See [Note: the last micro-batch in Fabric].
         """
         engine = self._engine
-        if engine is None or engine.closed:
-            with plain:
+        with plain:
+            if engine is None:
                 yield
-            return
-        engine.microbatch(0, last=not enabled)
-        try:
-            with plain:
+                return
+            engine.microbatch(0, last=not enabled)
+            try:
                 yield
-        finally:
-            engine.microbatch(0, last=True)
+            finally:
+                engine.microbatch(0, last=True)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip by norm, as Fabric does, unless the gradients are gone by now."""

@@ -105,21 +105,18 @@ class EngineStrategy(EngineOwner, _Strategy):
 
     @contextmanager
     def _model_init(
-        self,
-        plain: Callable[..., AbstractContextManager[Any]],
-        precision: AbstractContextManager[Any],
-        empty: bool | None,
+        self, plain: Callable[..., AbstractContextManager[Any]], empty: bool | None
     ) -> Iterator[None]:
         """Context in which a model is created; see [Note: models that do not fit].
 
-        `plain` makes that of the framework, of which `precision` is a part; `empty` tells whether
-        to skip initialization, because a checkpoint will be loaded.
+        `plain` makes that of the framework; `empty` tells whether to skip initialization, because
+        a checkpoint will be loaded.
         """
         if self.config.parameters.enabled is not True:
             with plain(empty_init=empty):
                 yield
         elif empty:
-            with torch.device("meta"), precision:
+            with plain(), torch.device("meta"):
                 yield
         else:
             with plain(), self._opened_engine().building():

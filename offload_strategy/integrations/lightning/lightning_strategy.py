@@ -55,8 +55,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
-        precision = self.precision_plugin.tensor_init_context()
-        return self._model_init(super().tensor_init_context, precision, empty_init)
+        return self._model_init(super().tensor_init_context, empty_init)
 
     def model_to_device(self) -> None:
         """Move the model to the device, unless its weights are streamed."""
