@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
     # The concrete class has the base of its own family.
     _Strategy = object
@@ -65,7 +64,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             self._attached.add(module)
         return module
 
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
         """Return the optimizer whose states are offloaded."""
         optimizer = super().setup_optimizer(optimizer)
         if getattr(self.precision, "scaler", None) is not None:
@@ -74,11 +73,11 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             return optimizer
         wrapped = self._attach(optimizer)
         if is_offloaded(wrapped):
-            wrapped.__class__ = _optimizer_for_fabric(cast(Any, type(wrapped.inner)))
+            kind = type(wrapped)
+            wrapped.__class__ = type(kind.__name__, (_AddsGroups, kind), {})
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
             optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
-        assert isinstance(wrapped, Optimizer)
         return wrapped
 
     def _attach(self, trained: nn.Module | Optimizer) -> Any:
@@ -143,30 +142,21 @@ class SingleDeviceFabricMixin(engine_strategy.OneDeviceStrategy, OffloadFabricMi
         ConfigError: the config is wrong.
     """
 
-    parallel_class: type[OffloadFabricMixin]
     precision_option = "precision"
 
 
-@functools.cache
-def _optimizer_for_fabric(kind: type) -> type[OffloadedOptimizer]:
-    """Return the class of optimizers that Fabric wraps, around one of the user's class.
+class _AddsGroups:
+    """An `OffloadedOptimizer` to which groups can be added through Fabric's wrapper.
 
-    Fabric's wrapper derives from the class of the wrapped optimizer without its attributes. Methods
-    that Fabric does not define run with the wrapper as `self`: they read attributes of the inner
-    optimizer, but would set them on the wrapper.
+    That derives from the class of the optimizer without its attributes. Methods that Fabric does
+    not define run with the wrapper as `self`: they read attributes of the inner optimizer, but
+    would set them on the wrapper.
     """
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-    from offload_strategy.optimizer.user_class.compatibility import wrapper_class
 
-    class OptimizerForFabric(OffloadedOptimizer):
-        """An `OffloadedOptimizer` whose groups can be extended through Fabric's wrapper."""
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Add a group, as the plain optimizer does."""
-            wrapped = self if "inner" in self.__dict__ else self.optimizer
-            OffloadedOptimizer.add_param_group(wrapped, param_group)
-
-    return wrapper_class(cast(Any, OptimizerForFabric), kind)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Add a group, as the plain optimizer does."""
+        wrapped = self if "inner" in self.__dict__ else self.optimizer
+        cast(Any, super(_AddsGroups, wrapped)).add_param_group(param_group)
 
 
 def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:

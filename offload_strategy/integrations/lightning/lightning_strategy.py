@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
@@ -138,17 +138,11 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         with engine.forward():
             return super().training_step(*args, **kwargs)
 
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure with the last micro-batch, then the update."""
         self._in_optimizer_step = True
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(*args, **kwargs)
         finally:
             self._in_optimizer_step = False
             if not self._fitting and self._engine is not None:
@@ -202,11 +196,10 @@ def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.op
     """Attach an optimizer, if it has anything to train."""
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         return optimizer  # Lightning's placeholder where configure_optimizers returned None
-    wrapped: Any = engine.attach(None, optimizer)
+    wrapped = engine.attach(optimizer=optimizer)
     if is_offloaded(wrapped):
         # LearningRateMonitor looks for the wrapped optimizer here.
-        wrapped.optimizer = optimizer
-    assert isinstance(wrapped, torch.optim.Optimizer)
+        cast(Any, wrapped).optimizer = optimizer
     return wrapped
 
 
@@ -226,7 +219,6 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
         ConfigError: If the config is wrong.
     """
 
-    parallel_class: type[OffloadStrategyMixin]
     precision_option = "precision_plugin"
 
     def __init__(
