@@ -52,13 +52,6 @@ def _budget(value: Any) -> int | str:
         raise ValueError(f"{error}, nor a share such as '70%'") from None
 
 
-def _positive_count(value: Any) -> int:
-    count = parse_count(value)
-    if count < 1:
-        raise ValueError("must be at least one parameter")
-    return count
-
-
 def _on_off_auto(value: Any) -> Any:
     if isinstance(value, bool) or value == "auto":
         return value
@@ -105,7 +98,8 @@ Budget = Annotated[
 ]
 AutoOrCount = Annotated[
     int | Literal["auto"],
-    _auto_or(_positive_count),
+    _auto_or(parse_count),
+    _must("at least one parameter; or 'auto'", lambda count: count != 0),
     _schema(_AUTO, {**_BYTES, "minimum": 1}, _TEXT, examples=["auto", "100M", 100000000]),
 ]
 AutoOrBool = Annotated[

@@ -29,7 +29,6 @@ from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-_LAUNCHER = "accelerate.commands.launch"
 _INSTALLED = "_ssd_offload_installed"
 
 
@@ -56,7 +55,7 @@ def install_in_config(config_args: Any) -> None:
         # In `python -m accelerate.commands.launch` the launcher's code runs as `__main__`, where no
         # post-import hook sees it; only the modules that it imports can be reached.
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
-        if getattr(main, "name", "") == _LAUNCHER:
+        if getattr(main, "name", "") == "accelerate.commands.launch":
             os.environ.update(_environment_or_exit(path))
         return config
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.callbacks.logged_metrics import LoggedMetrics
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations import is_offloaded
@@ -44,7 +45,6 @@ from offload_strategy.torch_support.modules import WeakHook
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from offload_strategy.callbacks.logged_metrics import LoggedMetrics
     from offload_strategy.engine.offload_engine import OffloadEngine
 
 Original = Callable[..., Any]
@@ -80,7 +80,6 @@ class Session:
     def engine(self) -> OffloadEngine:
         """The open engine; a new one after `close`."""
         if self._engine is None:
-            from offload_strategy.callbacks.logged_metrics import LoggedMetrics
             from offload_strategy.engine.offload_engine import OffloadEngine
 
             self._engine = OffloadEngine(self._config)

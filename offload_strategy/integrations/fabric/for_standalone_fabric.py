@@ -1,4 +1,4 @@
-"""`Fabric(strategy="ssd_offload")` for `lightning_fabric`, which comes with `pytorch_lightning`."""
+"""Registers `Fabric(strategy="ssd_offload")` for `lightning_fabric`, of `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -33,5 +33,4 @@ class SSDOffloadStrategy(fabric_strategy.SingleDeviceFabricMixin, SingleDeviceSt
     parallel_class = SSDOffloadDataParallelStrategy
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 fabric_strategy.install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

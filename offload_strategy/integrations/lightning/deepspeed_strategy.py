@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.integrations.deepspeed.config_sections import (
     check_nvme,
     derived_sections,
@@ -29,8 +30,6 @@ from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
-
-    from offload_strategy.config import ConfigSource, OffloadConfig
 else:
     # The concrete class has the base of its own family.
     _DeepSpeedStrategy = object
@@ -56,9 +55,7 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     _weights: GatheredWeights | None = None
 
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
-        from offload_strategy.config import OffloadConfig
-
-        self.offload_config: OffloadConfig = OffloadConfig.load(offload_config)
+        self.offload_config = OffloadConfig.load(offload_config)
         super().__init__(**deepspeed)
         self._given = self._without_defaults(deepspeed)
         self._derive()

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="ssd_offload")` for `pytorch_lightning`."""
+"""Registers `Trainer(strategy="ssd_offload")` for `pytorch_lightning` when it is imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, strategies.DeepSpeedStr
     """`DeepSpeedOffloadMixin` for the Trainer of `pytorch_lightning`."""
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 engine_strategy.register_in(
     strategies.StrategyRegistry,
     SSDOffloadStrategy,

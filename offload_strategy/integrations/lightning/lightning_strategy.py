@@ -263,6 +263,3 @@ class ShardedMixin(OffloadStrategyMixin):
             processes = strategy.num_nodes * strategy.num_processes
             strategy._data_parallel_size = processes // strategy._tensor_parallel_size
         super().setup_environment()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has loaded the states of each rank."""
