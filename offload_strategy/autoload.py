@@ -49,8 +49,7 @@ _warned = False
 def register() -> None:
     """Register the post-import hooks, which are harmless to run again; `import torch` calls this.
 
-    Never raises. Registers nothing if $SSD_OFFLOAD_DISABLE is set to anything but "", "0", "false",
-    "no" or "off".
+    Never raises. Registers nothing if `is_disabled`.
     """
     if is_disabled():
         return
@@ -62,7 +61,7 @@ def register() -> None:
 
 
 def is_disabled() -> bool:
-    """Return whether $SSD_OFFLOAD_DISABLE asks the package to stay out."""
+    """Whether $SSD_OFFLOAD_DISABLE is set to anything but "", "0", "false", "no" or "off"."""
     value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
 

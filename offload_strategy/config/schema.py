@@ -357,11 +357,7 @@ class OffloadConfig(Section):
         return self
 
     def check_gradients_untouched(self, by: str) -> None:
-        """Refuse what reads or scales gradients between backward and `step()`, before any step.
-
-        Raises a ConfigError that names it, `by`, if `optimizer.overlap` is eager: the update has
-        used them by then.
-        """
+        """Raise a ConfigError that names what edits gradients, if eager updates come before it."""
         if self.optimizer.enabled and self.optimizer.overlap == "eager":
             raise ConfigError(
                 f"{by} reads gradients after backward, and with optimizer.overlap: eager the "

@@ -5,8 +5,8 @@
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
 key is reported at once. It is passed as JSON in $SSD_OFFLOAD_CONFIG; variables in paths are
 expanded except $RANK and $LOCAL_RANK, which differ between the processes.
-$ACCELERATE_USE_SSD_OFFLOAD activates it, because $SSD_OFFLOAD_CONFIG alone is only a default. The
-section overrides a $SSD_OFFLOAD_CONFIG of the environment. plugin.py reads both variables.
+$ACCELERATE_USE_SSD_OFFLOAD activates it; plugin.py reads both variables. The section overrides a
+$SSD_OFFLOAD_CONFIG of the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Trainer(strategy="ssd_offload_deepspeed")`: Lightning's DeepSpeed strategy, with offload.
 
-DeepSpeed runs ZeRO and owns the optimizer and the weights. The engine offloads activations and
-reports metrics; tiers for optimizer states and weights become DeepSpeed's own sections
-(deepspeed/config_sections.py). docs/deepspeed.md has examples.
+The engine offloads activations and reports metrics; tiers for optimizer states and weights become
+DeepSpeed's own sections (deepspeed/config_sections.py). docs/deepspeed.md has examples.
 
 [Note: DeepSpeed on the CPU]
 DeepSpeed trains on the CPU, but Lightning's strategy refuses it. The device of a process needs an
