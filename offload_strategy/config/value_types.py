@@ -66,13 +66,12 @@ _AUTO = {"const": "auto", "type": "string"}
 _TEXT = {"type": "string"}
 _BYTES = {"type": "integer", "minimum": 0}
 _SIZES = ["512MiB", 536870912]
-_SIZE_SCHEMA = _schema(_BYTES, _TEXT, examples=_SIZES)
 # JSON and YAML show the text that a person would write; Python sees the number.
 _AS_TEXT = PlainSerializer(
     lambda value: exact_size(value) if isinstance(value, int) else value, when_used="json"
 )
 
-Size = Annotated[int, PlainValidator(parse_size), _SIZE_SCHEMA, _AS_TEXT]
+Size = Annotated[int, PlainValidator(parse_size), _schema(_BYTES, _TEXT, examples=_SIZES), _AS_TEXT]
 PositiveSize = Annotated[
     Size, _must("a size greater than 0 with its unit, such as '64GiB'", lambda size: size > 0)
 ]

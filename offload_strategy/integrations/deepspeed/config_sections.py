@@ -33,11 +33,6 @@ _FEWEST_PARAMETER_BUFFERS = 5
 _PARAMETER_BUFFER = 100_000_000
 #: Bytes of an element in a buffer, at most: float32.
 _ELEMENT_BYTES = 4
-#: What keeps an NVMe drive busy with few threads.
-_AIO_BLOCK_BYTES = 1 * MiB
-_AIO_QUEUE_DEPTH = 32
-#: More threads per request do not help where each has a queue as deep.
-_MOST_AIO_THREADS = 8
 
 
 def for_activations(config: OffloadConfig) -> OffloadConfig:
@@ -201,9 +196,10 @@ def _section(
 def _aio(config: OffloadConfig) -> dict[str, Any]:
     is_given = "block_size" in config.io.model_fields_set
     return {
-        "block_size": config.io.block_size if is_given else _AIO_BLOCK_BYTES,
-        "queue_depth": _AIO_QUEUE_DEPTH,
-        "intra_op_parallelism": min(config.io.threads_to_use(), _MOST_AIO_THREADS),
+        # Blocks and a queue that keep an NVMe drive busy with few threads; more do not help.
+        "block_size": config.io.block_size if is_given else 1 * MiB,
+        "queue_depth": 32,
+        "intra_op_parallelism": min(config.io.threads_to_use(), 8),
         "single_submit": False,
         "overlap_events": True,
     }

@@ -33,13 +33,11 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = _TorchCheckpointIO = object
 
-STRATEGY_NAME = "ssd_offload"
-
 
 class EngineOwner:
     """A strategy that has an engine, which its copies do not have."""
 
-    strategy_name = STRATEGY_NAME
+    strategy_name = "ssd_offload"
     description = "Moves activations and optimizer states to host memory and SSDs"
     stages: tuple[int, ...] = ()  # of ZeRO, with a variant each
     _engine: OffloadEngine | None = None

@@ -48,8 +48,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     """A strategy that trains through an `OffloadEngine`; its other options are Lightning's."""
 
     _fitting = False
-    #: Whether the engine was opened to build a model, and has no optimizer yet.
-    _is_ahead = False
     _in_optimizer_step = False
     _micro_batch = 0
 
@@ -64,11 +62,9 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             cast(Any, super()).model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
-        if not self._is_ahead:
-            self._close_engine()  # that of an earlier `fit`
-        engine = super()._opened_engine()
-        self._is_ahead = True
-        return engine
+        if self in _fitted:
+            self._close_engine()
+        return super()._opened_engine()
 
     # ------------------------------------------------------------------ fit
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -96,10 +92,9 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             fit._close_engine()
 
         engine = self._opened_engine()
-        self._is_ahead = False
+        _fitted.add(self)
         self._fitting = True
         self._micro_batch = 0
-        _with_engine.add(self)
         if trainer.accumulate_grad_batches > 1:
             engine.microbatch(0, last=False)
         try:
@@ -121,9 +116,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             groups = [group for optimizer in fit.optimizers for group in optimizer.param_groups]
             return any(id(parameter) in wanted for group in groups for parameter in group["params"])
 
-        return [
-            fit for fit in _with_engine if fit is self or (not fit._fitting and has_states(fit))
-        ]
+        return [fit for fit in _fitted if fit is self or (not fit._fitting and has_states(fit))]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, offloading its saved tensors."""
@@ -178,18 +171,17 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             self.optimizers = optimizers
 
     def _close_engine(self) -> None:
-        self._is_ahead = False
-        _with_engine.discard(self)
+        _fitted.discard(self)
         super()._close_engine()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no engine, and offloaded optimizers do not work without theirs.
-        fresh = {"_fitting": False, "_is_ahead": False, "_optimizers": []}
+        fresh = {"_fitting": False, "_optimizers": []}
         return {**super().__getstate__(), **fresh, "lr_scheduler_configs": []}
 
 
-_with_engine: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
-"""The strategies whose engine is open."""
+_fitted: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
+"""The strategies whose engine is that of a `fit`, and not one that was opened to build a model."""
 
 
 def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
