@@ -56,20 +56,15 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
         self.offload_config = OffloadConfig.load(offload_config)
         super().__init__(**deepspeed)
-        self._given = self._without_defaults(deepspeed)
-        self._derive()
-
-    def _without_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the DeepSpeed config of the user, without Lightning's defaults."""
         assert isinstance(self.config, dict)
-        given = copy.deepcopy(self.config)
-        if options.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            return given
-        if not any(name in options for name in _AIO_OPTIONS):
-            given.pop("aio", None)
-        if "sub_group_size" not in options and "zero_optimization" in given:
-            given["zero_optimization"].pop("sub_group_size", None)
-        return given
+        # The user's own DeepSpeed config, without Lightning's defaults.
+        self._given = copy.deepcopy(self.config)
+        if deepspeed.get("config") is None and self.DEEPSPEED_ENV_VAR not in os.environ:
+            if not any(name in deepspeed for name in _AIO_OPTIONS):
+                self._given.pop("aio", None)
+            if "sub_group_size" not in deepspeed:
+                self._given.get("zero_optimization", {}).pop("sub_group_size", None)
+        self._derive()
 
     def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
         assert isinstance(self.config, dict)
