@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from functools import partial
-
-TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-    from typing import Any
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 DISABLE_VARIABLE = "SSD_OFFLOAD_DISABLE"
 
@@ -68,8 +67,6 @@ def is_disabled() -> bool:
 
 def _install(name: str, function: str | None, module: ModuleType) -> None:
     """Import a module of our integrations, and call a function of it with the framework's."""
-    from importlib import import_module
-
     ours = import_module(f"offload_strategy.integrations.{name}")
     if function is not None:
         getattr(ours, function)(module)
@@ -117,8 +114,6 @@ def _step_aside(what: str, error: Exception) -> None:
         f"Everything else works as without it. Set {DISABLE_VARIABLE}=1 to silence this."
     )
     try:
-        import warnings
-
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     except Exception:
         # `python -W error` turns the warning into an exception.

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from offload_strategy.errors import ConfigError
@@ -263,8 +265,5 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
 
 def local_path(path: Any) -> str | None:
     """Return the local path of a path or URL, or None if it is remote."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
     system, stripped = url_to_fs(str(path))
     return stripped if isinstance(system, LocalFileSystem) else None
