@@ -118,15 +118,15 @@ class Session:
         evaluation_mode: bool = False,
     ) -> Any:
         """Attach the model as Accelerate returns it, unless it is only evaluated."""
-        if not evaluation_mode:
-            self.begin(model)
-            is_meta = any(parameter.is_meta for parameter in model.parameters())
-            if self._config.parameters.enabled is True and is_meta:
-                device_placement = False  # `Module.to` refuses what `attach_model` will make
-        result = original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if not evaluation_mode:
-            self.attach_model(result)
-        return result
+        if evaluation_mode:
+            return original(model, device_placement=device_placement, evaluation_mode=True)
+        self.begin(model)
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        if self._config.parameters.enabled is True and is_meta:
+            device_placement = False  # `Module.to` refuses what `attach_model` will make
+        prepared = original(model, device_placement=device_placement)
+        self.attach_model(prepared)
+        return prepared
 
     def prepare_optimizer(
         self, original: Original, optimizer: Optimizer, device_placement: bool | None = None
