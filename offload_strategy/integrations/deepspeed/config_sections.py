@@ -11,7 +11,6 @@ So nothing is derived from an ssd tier alone there.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal
@@ -69,12 +68,10 @@ def derived_sections(
         place = _place(client, config, stage)
         if place is not None:
             derived[name] = _section(client, place, largest_parameter, config)
-    if not derived:
-        return {}
     if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
         elements = config.memory.pinned_bytes() // (_BUFFERS * _ELEMENT_BYTES)
         derived["sub_group_size"] = max(1, elements)
-    sections: dict[str, Any] = {_ZERO: derived}
+    sections: dict[str, Any] = {_ZERO: derived} if derived else {}
     if _nvme_paths(sections) and deepspeed.get("aio") is None:
         sections["aio"] = _aio(config)
     return sections
@@ -82,7 +79,7 @@ def derived_sections(
 
 def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, Any]) -> None:
     """Put derived sections into DeepSpeed's config, in place."""
-    for key, value in copy.deepcopy(dict(sections)).items():
+    for key, value in sections.items():
         deepspeed[key] = {**(deepspeed.get(key) or {}), **value}
 
 
