@@ -90,7 +90,10 @@ def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:
 
 
 def _when_finished(spec: Any, then: Callable[[], None]) -> None:
-    """Call `then` when an import ends; also in an error, as a second attempt may succeed."""
+    """Call `then` when an import ends or fails.
+
+    After a failure wrapt counts the hook as done, but a second attempt may succeed.
+    """
     plain = type(spec)
 
     class _WatchedSpec(plain):  # type: ignore[misc,valid-type]

@@ -1,8 +1,8 @@
 """Checkpoints of Accelerate and of Transformers' `Trainer` with an offloaded optimizer.
 
 `optimizer.bin`, the large file, is written by `offload_strategy.save` and mapped when it is loaded;
-format and name stay Accelerate's. Each file is replaced atomically, their directory is not
-(docs/checkpoints.md).
+format and name stay Accelerate's. Each file is replaced atomically, but not the directory of a
+checkpoint (docs/checkpoints.md).
 
 `accelerate.checkpointing` offers no hook for how its files are written, so the two functions by
 which it writes and reads are wrapped, for a `save_state` or `load_state` of an `Accelerator` that

@@ -193,9 +193,10 @@ def _section(
 def _aio(config: OffloadConfig) -> dict[str, Any]:
     is_given = "block_size" in config.io.model_fields_set
     return {
-        # Blocks and a queue that keep an NVMe drive busy with few threads; more do not help.
+        # What keeps an NVMe drive busy with few threads.
         "block_size": config.io.block_size if is_given else 1 * MiB,
         "queue_depth": 32,
+        # More threads per request do not help where each has a queue as deep.
         "intra_op_parallelism": min(config.io.threads_to_use(), 8),
         "single_submit": False,
         "overlap_events": True,

@@ -1,4 +1,4 @@
-"""Registers `Fabric(strategy="ssd_offload")` for `lightning_fabric`, of `pytorch_lightning`."""
+"""Registers `Fabric(strategy="ssd_offload")` for `lightning_fabric` (of `pytorch_lightning`)."""
 
 from __future__ import annotations
 
