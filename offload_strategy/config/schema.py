@@ -357,7 +357,7 @@ class OffloadConfig(Section):
         return self
 
     def check_gradients_untouched(self, by: str) -> None:
-        """Raise a ConfigError with eager updates, after which `by` would read or scale gradients."""
+        """Raise a ConfigError if updates are eager: `by` would read or scale gradients too late."""
         if self.optimizer.enabled and self.optimizer.overlap == "eager":
             raise ConfigError(
                 f"{by} reads gradients after backward, and with optimizer.overlap: eager the "
