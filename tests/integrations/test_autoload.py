@@ -70,6 +70,7 @@ del os.environ["SSD_OFFLOAD_DISABLE"]
 from offload_strategy import autoload
 for _ in range(2):
     autoload.register()
+    autoload.register()
     importlib.reload(autoload)
 print(registered())
 """
