@@ -159,7 +159,7 @@ class _AddsGroups:
         cast(Any, super(_AddsGroups, wrapped)).add_param_group(param_group)
 
 
-def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
+def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStrategy]) -> None:
     """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
     engine_strategy.register_in(registry, strategy)
     if getattr(fabric, _INSTALLED, False):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning_fabric.plugins import TorchCheckpointIO
+from pytorch_lightning import strategies
 
 from offload_strategy.integrations.lightning import engine_strategy, lightning_strategy
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
-
-if TYPE_CHECKING:  # the same code under another name; the mixins are typed against this one
-    from lightning.fabric.plugins import TorchCheckpointIO
-    from lightning.pytorch import strategies
-else:
-    from lightning_fabric.plugins import TorchCheckpointIO
-    from pytorch_lightning import strategies
 
 
 class OffloadCheckpointIO(engine_strategy.StreamingCheckpointIO, TorchCheckpointIO):
