@@ -10,22 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_strategy.checkpoints import load, save
-    from offload_strategy.config import OffloadConfig
-    from offload_strategy.engine.offload_engine import OffloadEngine
-    from offload_strategy.errors import (
-        ConfigError,
-        CorruptDataError,
-        OffloadError,
-        StorageError,
-        TierFullError,
-    )
-    from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
+    from offload_strategy.checkpoints import load as load
+    from offload_strategy.checkpoints import save as save
+    from offload_strategy.config import OffloadConfig as OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine as OffloadEngine
+    from offload_strategy.errors import ConfigError as ConfigError
+    from offload_strategy.errors import CorruptDataError as CorruptDataError
+    from offload_strategy.errors import OffloadError as OffloadError
+    from offload_strategy.errors import StorageError as StorageError
+    from offload_strategy.errors import TierFullError as TierFullError
+    from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin as SSDOffloadPlugin
     from offload_strategy.integrations.lightning import (
-        SSDOffloadDeepSpeedStrategy,
-        SSDOffloadFSDPStrategy,
-        SSDOffloadStrategy,
+        SSDOffloadDeepSpeedStrategy as SSDOffloadDeepSpeedStrategy,
     )
+    from offload_strategy.integrations.lightning import (
+        SSDOffloadFSDPStrategy as SSDOffloadFSDPStrategy,
+    )
+    from offload_strategy.integrations.lightning import SSDOffloadStrategy as SSDOffloadStrategy
 
 __version__ = "0.1.0"
 
@@ -45,22 +46,7 @@ _DEFINED_IN = {
     "save": "offload_strategy.checkpoints",
 }
 
-__all__ = [
-    "ConfigError",
-    "CorruptDataError",
-    "OffloadConfig",
-    "OffloadEngine",
-    "OffloadError",
-    "SSDOffloadDeepSpeedStrategy",
-    "SSDOffloadFSDPStrategy",
-    "SSDOffloadPlugin",
-    "SSDOffloadStrategy",
-    "StorageError",
-    "TierFullError",
-    "__version__",
-    "load",
-    "save",
-]
+__all__ = [*_DEFINED_IN, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

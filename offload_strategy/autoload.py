@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from functools import partial
-
-TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-    Hook = Callable[[ModuleType], None]
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 DISABLE_VARIABLE = "SSD_OFFLOAD_DISABLE"
 
@@ -44,20 +42,16 @@ _HOOKS = {
     "pytorch_lightning.strategies": ("lightning.for_pytorch_lightning", None),
 }
 
-_registered = False
 _warned = False
 
 
 def register() -> None:
-    """Register the post-import hooks; called by `import torch`, harmless to call again.
+    """Register the post-import hooks, which are harmless to run again; `import torch` calls this.
 
-    Never raises. Registers nothing if $SSD_OFFLOAD_DISABLE is set to anything but "", "0", "false",
-    "no" or "off".
+    Never raises. Registers nothing if `is_disabled`.
     """
-    global _registered
-    if _registered or is_disabled():
+    if is_disabled():
         return
-    _registered = True
     try:
         for framework, (ours, function) in _HOOKS.items():
             _when_imported(framework, partial(_install, ours, function))
@@ -66,21 +60,19 @@ def register() -> None:
 
 
 def is_disabled() -> bool:
-    """Return whether $SSD_OFFLOAD_DISABLE asks the package to stay out."""
+    """Whether $SSD_OFFLOAD_DISABLE is set to anything but "", "0", "false", "no" or "off"."""
     value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
 
 
 def _install(name: str, function: str | None, module: ModuleType) -> None:
     """Import a module of our integrations, and call a function of it with the framework's."""
-    from importlib import import_module
-
     ours = import_module(f"offload_strategy.integrations.{name}")
     if function is not None:
         getattr(ours, function)(module)
 
 
-def _when_imported(name: str, hook: Hook) -> None:
+def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:
     """Call `hook` with module `name` once it is completely imported, now or later."""
     from wrapt import register_post_import_hook
 
@@ -88,7 +80,7 @@ def _when_imported(name: str, hook: Hook) -> None:
         try:
             spec = getattr(module, "__spec__", None)
             if getattr(spec, "_initializing", False):
-                _when_finished(module, imported, retry=lambda: _when_imported(name, hook))
+                _when_finished(spec, partial(_when_imported, name, hook))
             else:
                 hook(module)
         except Exception as error:
@@ -97,24 +89,19 @@ def _when_imported(name: str, hook: Hook) -> None:
     register_post_import_hook(imported, name)
 
 
-def _when_finished(module: ModuleType, then: Hook, retry: Callable[[], None]) -> None:
-    """Call `then` when the import of a half-imported module ends, `retry` if it fails."""
-    spec = module.__spec__
-    assert spec is not None
+def _when_finished(spec: Any, then: Callable[[], None]) -> None:
+    """Call `then` when an import ends or fails.
+
+    After a failure wrapt counts the hook as done, but a second attempt may succeed.
+    """
     plain = type(spec)
 
     class _WatchedSpec(plain):  # type: ignore[misc,valid-type]
         def __setattr__(self, key: str, value: object) -> None:
             super().__setattr__(key, value)
-            if key != "_initializing" or value:
-                return
-            self.__class__ = plain  # type: ignore[assignment]
-            if sys.modules.get(self.name) is module:
-                then(module)
-            else:
-                # A failed import removes the module. wrapt counts this hook as done, but a second
-                # attempt may succeed.
-                retry()
+            if key == "_initializing" and not value:
+                self.__class__ = plain
+                then()
 
     spec.__class__ = _WatchedSpec
 
@@ -130,8 +117,6 @@ def _step_aside(what: str, error: Exception) -> None:
         f"Everything else works as without it. Set {DISABLE_VARIABLE}=1 to silence this."
     )
     try:
-        import warnings
-
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     except Exception:
         # `python -W error` turns the warning into an exception.

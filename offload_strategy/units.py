@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from fractions import Fraction
@@ -103,17 +102,12 @@ def markdown_list(title: str, items: Iterable[object]) -> str:
 
 def _split(value: str | int | float, wanted: str) -> tuple[Fraction, str]:
     """Split into an exact number and a unit in lower case."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    match = None
+    if isinstance(value, str | int | float):
+        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+    if match is None:  # also for True, nan and inf
         raise ValueError(f"{value!r} is not {wanted}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value!r} is not {wanted}")
-    if not isinstance(value, str):
-        number, unit = Fraction(value), ""
-    else:
-        match = _NUMBER_AND_UNIT.fullmatch(value.strip())
-        if match is None:
-            raise ValueError(f"{value!r} is not {wanted}")
-        number, unit = Fraction(match[1].replace("_", "")), match[2].lower()
+    number, unit = Fraction(match[1].replace("_", "")), match[2].lower()
     if number < 0:
         raise ValueError(f"{value!r} is negative: give {wanted}")
     return number, unit

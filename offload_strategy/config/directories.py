@@ -25,11 +25,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 
 
 def default_directory() -> Path:
-    """Return the directory of the default tier.
-
-    It is $SSD_OFFLOAD_DIR, else the temporary directory, or /var/tmp where the temporary directory
-    is kept in memory, as on many systems.
-    """
+    """Return $SSD_OFFLOAD_DIR, else the temporary directory, or /var/tmp if that is in memory."""
     configured = os.environ.get(DIRECTORY_VARIABLE, "").strip()
     if configured:
         try:

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 
 def describe(error: ValidationError, model: type[BaseModel], label: str) -> str:
-    """Write every problem of a config as one message.
+    """Write all problems of a config, a line each: where, what was given and what is allowed.
 
-    One line if there is one problem, otherwise one line for each below a heading. A line says
-    where, what was given and what is allowed. `label` says where the config comes from.
+    `label` says where the config comes from.
     """
     problems = [_problem(dict(detail), model) for detail in error.errors(include_url=False)]
     if len(problems) == 1:

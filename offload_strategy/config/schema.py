@@ -26,6 +26,7 @@ from offload_strategy.config.tier_config import Section, TierConfig
 from offload_strategy.config.value_types import (
     AutoOrBool,
     AutoOrCount,
+    AutoOrPositiveSize,
     AutoOrSize,
     BlockSize,
     Budget,
@@ -207,7 +208,7 @@ class MemoryConfig(Section):
     """Maximum memory of training on the device, or of the process when it computes on the CPU, for
     what is decided automatically. 'auto' is the memory that is free when it is decided, minus a
     margin."""
-    pinned: AutoOrSize = "auto"
+    pinned: AutoOrPositiveSize = "auto"
     """Maximum bytes of staging buffers, pinned if there is a device. Dram tiers come on top. 'auto'
     is an eighth of the host memory that is available, at most 4 GiB with an accelerator and 512 MiB
     without, where more was not faster."""
@@ -216,13 +217,6 @@ class MemoryConfig(Section):
     @classmethod
     def _limit_alone(cls, section: Any) -> Any:
         return {"limit": section} if isinstance(section, str | int) else section
-
-    @field_validator("pinned")
-    @classmethod
-    def _some_buffers(cls, pinned: int | str) -> int | str:
-        if pinned == 0:
-            raise ValueError("must be at least 1 B")
-        return pinned
 
     def pinned_bytes(self, available: int = sys.maxsize, *, accelerated: bool = True) -> int:
         """Return the maximum bytes of buffers, given the available bytes of host memory."""
@@ -343,9 +337,9 @@ class OffloadConfig(Section):
 
     @model_validator(mode="after")
     def _plan_decides_alone(self) -> Self:
+        if self.planning.device_memory is None and self.planning.plan is None:
+            return self
         if self.planning.device_memory is None:
-            if self.planning.plan is None:
-                return self
             raise ValueError(
                 "planning.plan needs planning.device_memory, the limit within which it holds"
             )
@@ -363,11 +357,7 @@ class OffloadConfig(Section):
         return self
 
     def check_gradients_untouched(self, by: str) -> None:
-        """Refuse what reads or scales gradients between backward and `step()`, before any step.
-
-        Raises a ConfigError that names it, `by`, if `optimizer.overlap` is eager: the update has
-        used them by then.
-        """
+        """Raise a ConfigError if updates are eager: `by` would read or scale gradients too late."""
         if self.optimizer.enabled and self.optimizer.overlap == "eager":
             raise ConfigError(
                 f"{by} reads gradients after backward, and with optimizer.overlap: eager the "

@@ -16,8 +16,8 @@ from pydantic import (
 from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
 
 
-def _must(be: str, allowed: Callable[[int], bool]) -> AfterValidator:
-    def validate(number: int) -> int:
+def _must(be: str, allowed: Callable[[Any], bool]) -> AfterValidator:
+    def validate(number: Any) -> Any:
         if not allowed(number):
             raise ValueError(f"must be {be}")
         return number
@@ -52,13 +52,6 @@ def _budget(value: Any) -> int | str:
         raise ValueError(f"{error}, nor a share such as '70%'") from None
 
 
-def _positive_count(value: Any) -> int:
-    count = parse_count(value)
-    if count < 1:
-        raise ValueError("must be at least one parameter")
-    return count
-
-
 def _on_off_auto(value: Any) -> Any:
     if isinstance(value, bool) or value == "auto":
         return value
@@ -73,13 +66,12 @@ _AUTO = {"const": "auto", "type": "string"}
 _TEXT = {"type": "string"}
 _BYTES = {"type": "integer", "minimum": 0}
 _SIZES = ["512MiB", 536870912]
-_SIZE_SCHEMA = _schema(_BYTES, _TEXT, examples=_SIZES)
 # JSON and YAML show the text that a person would write; Python sees the number.
 _AS_TEXT = PlainSerializer(
     lambda value: exact_size(value) if isinstance(value, int) else value, when_used="json"
 )
 
-Size = Annotated[int, PlainValidator(parse_size), _SIZE_SCHEMA, _AS_TEXT]
+Size = Annotated[int, PlainValidator(parse_size), _schema(_BYTES, _TEXT, examples=_SIZES), _AS_TEXT]
 PositiveSize = Annotated[
     Size, _must("a size greater than 0 with its unit, such as '64GiB'", lambda size: size > 0)
 ]
@@ -96,6 +88,7 @@ AutoOrSize = Annotated[
     _schema(_AUTO, _BYTES, _TEXT, examples=["auto", *_SIZES]),
     _AS_TEXT,
 ]
+AutoOrPositiveSize = Annotated[AutoOrSize, _must("at least 1 B", lambda size: size != 0)]
 Budget = Annotated[
     int | str,
     _auto_or(_budget),
@@ -104,7 +97,8 @@ Budget = Annotated[
 ]
 AutoOrCount = Annotated[
     int | Literal["auto"],
-    _auto_or(_positive_count),
+    _auto_or(parse_count),
+    _must("at least one parameter; or 'auto'", lambda count: count != 0),
     _schema(_AUTO, {**_BYTES, "minimum": 1}, _TEXT, examples=["auto", "100M", 100000000]),
 ]
 AutoOrBool = Annotated[

@@ -67,9 +67,8 @@ def follow_schedule(engine: OffloadEngine, schedule: Any) -> None:
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    single = getattr(schedule, "_stage", None)
-    stages = getattr(schedule, "_stages", None) if single is None else [single]
-    if not stages or not all(hasattr(stage, name) for stage in stages for name in _METHODS):
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if not all(hasattr(stage, name) for stage in stages for name in _METHODS):
         raise ConfigError(
             f"follow_schedule: expected a schedule of torch.distributed.pipelining, such as "
             f"Schedule1F1B(stage, ...), got {type(schedule).__name__}."
@@ -98,13 +97,11 @@ def _announced(
     """Wrap a method of a stage so that the engine gets a hint before it runs."""
 
     @wraps(method)
-    def announce(index: int, *args: Any, last_backward: bool | None = None, **kwargs: Any) -> Any:
+    def announce(index: int, *args: Any, **kwargs: Any) -> Any:
         engine = reference()
         if engine is not None and not engine.closed:
             # See [Note: the last backward]; forward methods have no such argument.
-            engine.microbatch(index, last=bool(last_backward))
-        if last_backward is not None:
-            kwargs["last_backward"] = last_backward
+            engine.microbatch(index, last=kwargs.get("last_backward", False))
         return method(index, *args, **kwargs)
 
     return announce

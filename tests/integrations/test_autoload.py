@@ -158,7 +158,6 @@ def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules):
 @pytest.mark.parametrize("wrapt", [None, ModuleType("wrapt")], ids=["missing", "unknown"])
 @pytest.mark.parametrize("action", ["default", "error"])
 def test_a_broken_wrapt_is_said_once_and_raises_nothing(monkeypatch, capfd, wrapt, action):
-    monkeypatch.setattr(autoload, "_registered", False)
     monkeypatch.setitem(sys.modules, "wrapt", wrapt)
     with warnings.catch_warnings(record=action == "default") as caught:
         warnings.simplefilter(action)

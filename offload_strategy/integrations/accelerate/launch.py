@@ -5,8 +5,8 @@
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
 key is reported at once. It is passed as JSON in $SSD_OFFLOAD_CONFIG; variables in paths are
 expanded except $RANK and $LOCAL_RANK, which differ between the processes.
-$ACCELERATE_USE_SSD_OFFLOAD activates it, because $SSD_OFFLOAD_CONFIG alone is only a default. The
-section overrides a $SSD_OFFLOAD_CONFIG of the environment. plugin.py reads both variables.
+$ACCELERATE_USE_SSD_OFFLOAD activates it; plugin.py reads both variables. The section overrides a
+$SSD_OFFLOAD_CONFIG of the environment.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -29,10 +29,6 @@ from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-#: Variables that differ between launched processes: they stay unexpanded if there are several.
-_RANK_VARIABLES = ("LOCAL_RANK", "RANK")
-
-_LAUNCHER = "accelerate.commands.launch"
 _INSTALLED = "_ssd_offload_installed"
 
 
@@ -59,7 +55,7 @@ def install_in_config(config_args: Any) -> None:
         # In `python -m accelerate.commands.launch` the launcher's code runs as `__main__`, where no
         # post-import hook sees it; only the modules that it imports can be reached.
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
-        if getattr(main, "name", "") == _LAUNCHER:
+        if getattr(main, "name", "") == "accelerate.commands.launch":
             os.environ.update(_environment_or_exit(path))
         return config
 
@@ -70,6 +66,8 @@ def install_in_config(config_args: Any) -> None:
 
 def install_in_launcher(launch: Any) -> None:
     """Make the module `accelerate.commands.launch` accept `--config` and pass the section on."""
+    from accelerate.utils import patch_environment
+
     if getattr(launch, _INSTALLED, False):
         return
     parser, command = launch.launch_command_parser, launch.launch_command
@@ -87,7 +85,7 @@ def install_in_launcher(launch: Any) -> None:
         path = args.config_file
         if path is None and not args.cpu and os.path.isfile(launch.default_config_file):
             path = launch.default_config_file
-        with _variables(_environment_or_exit(path)):
+        with patch_environment(**_environment_or_exit(path)):
             return command(args)
 
     launch.launch_command_parser = launch_command_parser
@@ -111,8 +109,11 @@ def environment_for(path: str | None) -> dict[str, str]:
             f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU'), with 'FSDP' "
             f"(fsdp_version 2) and with 'DEEPSPEED'. Set one of these, or remove the section"
         )
-    placeholders = {name: f"(({name}))" for name in _RANK_VARIABLES if distributed != "NO"}
-    with _variables(placeholders):
+    # Not at the top: plugin.py would not be finished when Accelerate's import asks for its hook.
+    from accelerate.utils import patch_environment
+
+    placeholders = {name: f"(({name}))" for name in ("LOCAL_RANK", "RANK") if distributed != "NO"}
+    with patch_environment(**placeholders):
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
@@ -137,16 +138,3 @@ def _environment_or_exit(path: str | None) -> dict[str, str]:
         return environment_for(path)
     except ConfigError as error:
         sys.exit(f"accelerate launch: {error}")
-
-
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context; the launcher passes them to its processes."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)

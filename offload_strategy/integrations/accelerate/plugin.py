@@ -8,9 +8,6 @@ Three ways in, all to one session per `Accelerator`:
 
 $SSD_OFFLOAD_CONFIG alone activates nothing: it is the default config everywhere, and a default must
 not offload every Accelerate script on the machine.
-
-The methods of `Accelerator` are wrapped once; an `Accelerator` that offloads has a `Session`, which
-says what each of them does then.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.callbacks.logged_metrics import LoggedMetrics
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations import is_offloaded
@@ -44,7 +45,6 @@ from offload_strategy.torch_support.modules import WeakHook
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from offload_strategy.callbacks.logged_metrics import LoggedMetrics
     from offload_strategy.engine.offload_engine import OffloadEngine
 
 Original = Callable[..., Any]
@@ -69,7 +69,7 @@ class Session:
         self._steps = 0
         self._micro_batch = 0
         self._logged: LoggedMetrics | None = None
-        self._logged_at: int | None = None
+        self._logged_at = -math.inf
         self._log_step: int | None = None
 
     def __reduce__(self) -> Any:
@@ -80,7 +80,6 @@ class Session:
     def engine(self) -> OffloadEngine:
         """The open engine; a new one after `close`."""
         if self._engine is None:
-            from offload_strategy.callbacks.logged_metrics import LoggedMetrics
             from offload_strategy.engine.offload_engine import OffloadEngine
 
             self._engine = OffloadEngine(self._config)
@@ -119,15 +118,15 @@ class Session:
         evaluation_mode: bool = False,
     ) -> Any:
         """Attach the model as Accelerate returns it, unless it is only evaluated."""
-        if not evaluation_mode:
-            self.begin(model)
-            is_meta = any(parameter.is_meta for parameter in model.parameters())
-            if self._config.parameters.enabled is True and is_meta:
-                device_placement = False  # `Module.to` refuses what `attach_model` will make
-        result = original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if not evaluation_mode:
-            self.attach_model(result)
-        return result
+        if evaluation_mode:
+            return original(model, device_placement=device_placement, evaluation_mode=True)
+        self.begin(model)
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        if self._config.parameters.enabled is True and is_meta:
+            device_placement = False  # `Module.to` refuses what `attach_model` will make
+        prepared = original(model, device_placement=device_placement)
+        self.attach_model(prepared)
+        return prepared
 
     def prepare_optimizer(
         self, original: Original, optimizer: Optimizer, device_placement: bool | None = None
@@ -281,10 +280,9 @@ class Session:
 
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics if they are due, with `now` after any new step; [Note: metrics]."""
-        if self._engine is None or self._engine.closed or self._logged is None:
+        if self._logged is None or self.engine.closed:
             return {}
-        every = self._metrics_every
-        behind = math.inf if self._logged_at is None else self._steps - self._logged_at
+        every, behind = self._metrics_every, self._steps - self._logged_at
         if every == 0 or behind < (1 if now else every):
             return {}
         self._logged_at = self._steps

@@ -1,14 +1,12 @@
 """Checkpoints of Accelerate and of Transformers' `Trainer` with an offloaded optimizer.
 
 `optimizer.bin`, the large file, is written by `offload_strategy.save` and mapped when it is loaded;
-format and name stay Accelerate's. Each file is replaced atomically, but a checkpoint is a directory
-of several files: a process that is killed while it saves over an earlier checkpoint can leave files
-of two steps. So save into a new directory each time, as without offload
-(`ProjectConfiguration(automatic_checkpoint_naming=True)` does).
+format and name stay Accelerate's. Each file is replaced atomically, but not the directory of a
+checkpoint (docs/checkpoints.md).
 
 `accelerate.checkpointing` offers no hook for how its files are written, so the two functions by
-which it writes and reads are wrapped; outside of a `save_state` or `load_state` of an `Accelerator`
-that offloads, the wrappers do nothing else than the originals.
+which it writes and reads are wrapped, for a `save_state` or `load_state` of an `Accelerator` that
+offloads.
 
 With data-parallel processes that share states, the `Trainer` asks its optimizer for a state dict
 only on the process that saves. All processes call the method in which it does so, and there they

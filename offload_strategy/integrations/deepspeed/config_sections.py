@@ -11,19 +11,17 @@ So nothing is derived from an ssd tier alone there.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal
 
-from offload_strategy.config import OffloadConfig, TierConfig
+from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import deepnvme
 from offload_strategy.units import MiB
 
 _ZERO = "zero_optimization"
-_Client = Literal["optimizer", "parameters"]
-_SECTIONS: dict[_Client, str] = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+_SECTIONS: dict[Client, str] = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 
 #: Staging buffers. Of its default, 4, Adam runs out when reads and writes overlap: each of two
 #: subgroups under way takes a weight, a gradient and two moments, while a third is written.
@@ -34,18 +32,12 @@ _FEWEST_PARAMETER_BUFFERS = 5
 _PARAMETER_BUFFER = 100_000_000
 #: Bytes of an element in a buffer, at most: float32.
 _ELEMENT_BYTES = 4
-#: What keeps an NVMe drive busy with few threads.
-_AIO_BLOCK_BYTES = 1 * MiB
-_AIO_QUEUE_DEPTH = 32
-#: More threads per request do not help where each has a queue as deep.
-_MOST_AIO_THREADS = 8
 
 
 def for_activations(config: OffloadConfig) -> OffloadConfig:
     """Return the config of an engine that offloads only activations and leaves the rest."""
-    off = {"enabled": False}
     return config.model_copy(
-        update={client: getattr(config, client).model_copy(update=off) for client in _SECTIONS}
+        update={client: getattr(config, client).resolved(enabled=False) for client in _SECTIONS}
     )
 
 
@@ -73,23 +65,21 @@ def derived_sections(
         if isinstance(given, Mapping) and given.get("device") not in (None, "none"):
             _check_agrees(client, given, config)
             continue
-        device, path = _place(client, config, stage)
-        if device is not None:
-            derived[name] = _section(client, device, path, largest_parameter, config)
-    if not derived:
-        return {}
+        place = _place(client, config, stage)
+        if place is not None:
+            derived[name] = _section(client, place, largest_parameter, config)
     if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
         elements = config.memory.pinned_bytes() // (_BUFFERS * _ELEMENT_BYTES)
         derived["sub_group_size"] = max(1, elements)
-    sections: dict[str, Any] = {_ZERO: derived}
-    if _uses_nvme(sections) and deepspeed.get("aio") is None:
+    sections: dict[str, Any] = {_ZERO: derived} if derived else {}
+    if _nvme_paths(sections) and deepspeed.get("aio") is None:
         sections["aio"] = _aio(config)
     return sections
 
 
 def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, Any]) -> None:
     """Put derived sections into DeepSpeed's config, in place."""
-    for key, value in copy.deepcopy(dict(sections)).items():
+    for key, value in sections.items():
         deepspeed[key] = {**(deepspeed.get(key) or {}), **value}
 
 
@@ -99,24 +89,22 @@ def check_nvme(sections: Mapping[str, Any]) -> None:
     DeepSpeed compiles its asynchronous I/O at its first use, in the middle of its setup, where only
     the compiler reports what is missing.
     """
-    reason = deepnvme.unavailable_reason() if _uses_nvme(sections) else None
+    paths = _nvme_paths(sections)
+    reason = deepnvme.unavailable_reason() if paths else None
     if reason is not None:
-        paths = [
-            each["nvme_path"] for each in sections[_ZERO].values() if isinstance(each, Mapping)
-        ]
         raise ConfigError(
-            f"DeepSpeed cannot move anything to {', '.join(dict.fromkeys(paths))} here: {reason}. "
+            f"DeepSpeed cannot move anything to {', '.join(paths)} here: {reason}. "
             "Or set optimizer.enabled and parameters.enabled to false, or give these sections "
             "tiers of kind dram."
         )
 
 
-def _uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
-    zero = deepspeed.get(_ZERO) or {}
-    return any((zero.get(name) or {}).get("device") == "nvme" for name in _SECTIONS.values())
+def _nvme_paths(derived: Mapping[str, Any]) -> list[str]:
+    sections = [derived.get(_ZERO, {}).get(name, {}) for name in _SECTIONS.values()]
+    return list(dict.fromkeys(each["nvme_path"] for each in sections if "nvme_path" in each))
 
 
-def _check_agrees(client: _Client, given: Mapping[str, Any], config: OffloadConfig) -> None:
+def _check_agrees(client: Client, given: Mapping[str, Any], config: OffloadConfig) -> None:
     if "tiers" not in config.model_fields_set:
         return  # Ours are only the defaults.
     tiers = config.tiers_for(client)
@@ -152,8 +140,8 @@ def _check_optimizer(config: OffloadConfig) -> None:
             )
 
 
-def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | None, Path | None]:
-    """The device for a client, and its directory; none where its ZeRO stage has none."""
+def _place(client: Client, config: OffloadConfig, stage: int) -> Path | Literal["cpu"] | None:
+    """The directory for a client, or DeepSpeed's name of host memory; None at some ZeRO stages."""
     tiers = config.tiers_for(client)
     kinds = {tier.kind for tier in tiers}
     if client == "parameters" and stage != 3:
@@ -163,7 +151,7 @@ def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | No
         )
     if stage == 3:
         if "ssd" not in kinds:
-            return "cpu", None
+            return "cpu"
         path = next(path for tier in tiers for path in tier.paths)
         if config.io.encryption:
             raise ConfigError(
@@ -175,9 +163,9 @@ def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | No
                 f"{path} is a block device, and DeepSpeed writes {client} to files: name a "
                 f"directory of a file system first in {client}.tiers."
             )
-        return "nvme", path
+        return path
     if stage in (1, 2) and "dram" in kinds:
-        return "cpu", None
+        return "cpu"
     if "enabled" in config.optimizer.model_fields_set:
         reason = "none is offloaded" if stage == 0 else "only host memory can take them"
         raise ConfigError(
@@ -185,16 +173,15 @@ def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | No
             f"{reason} at {_ZERO}.stage {stage}. Set it to 3, or optimizer.enabled to false"
             + ("." if stage == 0 else ", or add a tier of kind dram.")
         )
-    return None, None  # It was not asked for: see [Note: NVMe below ZeRO-3].
+    return None  # It was not asked for: see [Note: NVMe below ZeRO-3].
 
 
 def _section(
-    client: _Client, device: str, path: Path | None, largest: int | None, config: OffloadConfig
+    client: Client, place: Path | Literal["cpu"], largest: int | None, config: OffloadConfig
 ) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": device, "pin_memory": True}
-    if path is None:
-        return section
-    section["nvme_path"] = str(path)
+    if place == "cpu":
+        return {"device": "cpu", "pin_memory": True}
+    section = {"device": "nvme", "pin_memory": True, "nvme_path": str(place)}
     if client == "optimizer":
         return section | {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
     size = _PARAMETER_BUFFER if largest is None else largest
@@ -206,9 +193,11 @@ def _section(
 def _aio(config: OffloadConfig) -> dict[str, Any]:
     is_given = "block_size" in config.io.model_fields_set
     return {
-        "block_size": config.io.block_size if is_given else _AIO_BLOCK_BYTES,
-        "queue_depth": _AIO_QUEUE_DEPTH,
-        "intra_op_parallelism": min(config.io.threads_to_use(), _MOST_AIO_THREADS),
+        # What keeps an NVMe drive busy with few threads.
+        "block_size": config.io.block_size if is_given else 1 * MiB,
+        "queue_depth": 32,
+        # More threads per request do not help where each has a queue as deep.
+        "intra_op_parallelism": min(config.io.threads_to_use(), 8),
         "single_submit": False,
         "overlap_events": True,
     }

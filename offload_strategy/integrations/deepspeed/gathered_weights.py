@@ -9,7 +9,7 @@ tensor that shares its storage. This module recognizes the parameter of such a t
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,10 +55,11 @@ class GatheredWeights:
             if (parameter := reference()) is None:
                 continue
             values = parameter.data
+            offset = int(tensor.storage_offset() - values.storage_offset())
             # Addresses are reused, so the parameter must still have this storage.
             is_there = int(values.untyped_storage()._cdata) == address
-            if is_there and tensor.dtype == values.dtype and _lies_within(tensor, values):
-                return GatheredWeight(tensor, parameter)
+            if is_there and tensor.dtype == values.dtype and _fits(tensor, offset, values.numel()):
+                return GatheredWeight(parameter, tensor.shape, tensor.stride(), offset)
         return None
 
     def remove(self) -> None:
@@ -70,19 +71,17 @@ class GatheredWeights:
         self._storages.clear()
 
 
-class GatheredWeight:
+class GatheredWeight(NamedTuple):
     """Position of a saved weight, or a view of one, in its parameter; keeps no values."""
 
-    __slots__ = ("_offset", "_parameter", "_shape", "_strides")
-
-    def __init__(self, tensor: torch.Tensor, parameter: nn.Parameter) -> None:
-        self._parameter = parameter  # a graph keeps what it needs
-        self._shape, self._strides = tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset() - parameter.data.storage_offset()
+    parameter: Any  # a graph keeps what it needs
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor on the bytes that DeepSpeed gathers for backward, or else on a copy."""
-        parameter: Any = self._parameter
+        parameter = self.parameter
         if parameter.ds_status.name == "AVAILABLE":
             return self._view(parameter.data)
         parameter.all_gather()
@@ -92,8 +91,7 @@ class GatheredWeight:
             parameter.partition()
 
     def _view(self, values: torch.Tensor) -> torch.Tensor:
-        offset = values.storage_offset() + self._offset
-        return values.as_strided(self._shape, self._strides, offset)
+        return values.as_strided(self.shape, self.strides, values.storage_offset() + self.offset)
 
 
 def install(engine: OffloadEngine, module: nn.Module) -> GatheredWeights | None:
@@ -112,8 +110,8 @@ def _is_of_zero3(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") and hasattr(parameter, "ds_status")
 
 
-def _lies_within(tensor: torch.Tensor, values: torch.Tensor) -> bool:
-    start = tensor.storage_offset() - values.storage_offset()
+def _fits(tensor: torch.Tensor, offset: int, elements: int) -> bool:
+    """Whether a tensor that begins at an offset lies within so many elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in steps)
-    return start >= 0 and tensor.numel() > 0 and start + reach <= values.numel()
+    return offset >= 0 and tensor.numel() > 0 and offset + reach <= elements

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
     # The concrete class has the base of its own family.
     _Strategy = object
@@ -50,8 +49,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[Any, bool | None]:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
-        precision = self.precision.module_init_context()
-        return self._model_init(super().module_init_context, precision, empty_init)
+        return self._model_init(super().module_init_context, empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device, unless its weights are streamed."""
@@ -66,7 +64,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             self._attached.add(module)
         return module
 
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
         """Return the optimizer whose states are offloaded."""
         optimizer = super().setup_optimizer(optimizer)
         if getattr(self.precision, "scaler", None) is not None:
@@ -75,11 +73,11 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             return optimizer
         wrapped = self._attach(optimizer)
         if is_offloaded(wrapped):
-            wrapped.__class__ = _optimizer_for_fabric(cast(Any, type(wrapped.inner)))
+            kind = type(wrapped)
+            wrapped.__class__ = type(kind.__name__, (_AddsGroups, kind), {})
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
             optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
-        assert isinstance(wrapped, Optimizer)
         return wrapped
 
     def _attach(self, trained: nn.Module | Optimizer) -> Any:
@@ -104,16 +102,15 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
         `plain` is Fabric's own context. See [Note: the last micro-batch in Fabric].
         """
         engine = self._engine
-        if engine is None or engine.closed:
-            with plain:
+        with plain:
+            if engine is None:
                 yield
-            return
-        engine.microbatch(0, last=not enabled)
-        try:
-            with plain:
+                return
+            engine.microbatch(0, last=not enabled)
+            try:
                 yield
-        finally:
-            engine.microbatch(0, last=True)
+            finally:
+                engine.microbatch(0, last=True)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip by norm, as Fabric does, unless the gradients are gone by now."""
@@ -145,51 +142,24 @@ class SingleDeviceFabricMixin(engine_strategy.OneDeviceStrategy, OffloadFabricMi
         ConfigError: the config is wrong.
     """
 
-    parallel_class: type[OffloadFabricMixin]
     precision_option = "precision"
-    # Fabric sets this attribute, although it looks for the property.
-    _num_nodes = 1
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes: 1."""
-        return self._num_nodes
-
-    def _configure_launcher(self) -> None:
-        # The last method that Fabric's constructor calls.
-        if (nodes := self._num_nodes) > 1:
-            self._become_parallel()
-            parallel: Any = self
-            parallel._num_nodes = nodes
-            parallel._set_world_ranks()
-            parallel._configure_launcher()
-        else:
-            cast(Any, super())._configure_launcher()
 
 
-@functools.cache
-def _optimizer_for_fabric(kind: type) -> type[OffloadedOptimizer]:
-    """Return the class of optimizers that Fabric wraps, around one of the user's class.
+class _AddsGroups:
+    """An `OffloadedOptimizer` to which groups can be added through Fabric's wrapper.
 
-    Fabric's wrapper derives from the class of the wrapped optimizer without its attributes. Methods
-    that Fabric does not define run with the wrapper as `self`: they read attributes of the inner
-    optimizer, but would set them on the wrapper.
+    That derives from the class of the optimizer without its attributes. Methods that Fabric does
+    not define run with the wrapper as `self`: they read attributes of the inner optimizer, but
+    would set them on the wrapper.
     """
-    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-    from offload_strategy.optimizer.user_class.compatibility import wrapper_class
 
-    class OptimizerForFabric(OffloadedOptimizer):
-        """An `OffloadedOptimizer` whose groups can be extended through Fabric's wrapper."""
-
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Add a group, as the plain optimizer does."""
-            wrapped = self if "inner" in self.__dict__ else self.optimizer
-            OffloadedOptimizer.add_param_group(wrapped, param_group)
-
-    return wrapper_class(cast(Any, OptimizerForFabric), kind)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Add a group, as the plain optimizer does."""
+        wrapped = self if "inner" in self.__dict__ else self.optimizer
+        cast(Any, super(_AddsGroups, wrapped)).add_param_group(param_group)
 
 
-def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
+def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStrategy]) -> None:
     """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
     engine_strategy.register_in(registry, strategy)
     if getattr(fabric, _INSTALLED, False):

@@ -1,4 +1,4 @@
-"""`Fabric(strategy="ssd_offload")` for `lightning.fabric`."""
+"""Registers `Fabric(strategy="ssd_offload")` for `lightning.fabric` when it is imported."""
 
 from __future__ import annotations
 
@@ -26,5 +26,4 @@ class SSDOffloadStrategy(fabric_strategy.SingleDeviceFabricMixin, SingleDeviceSt
     parallel_class = SSDOffloadDataParallelStrategy
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 fabric_strategy.install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

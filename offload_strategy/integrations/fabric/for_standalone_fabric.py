@@ -1,22 +1,13 @@
-"""`Fabric(strategy="ssd_offload")` for `lightning_fabric`, which comes with `pytorch_lightning`."""
+"""Registers `Fabric(strategy="ssd_offload")` for `lightning_fabric` (of `pytorch_lightning`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning_fabric.fabric import Fabric
+from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy
 
 from offload_strategy.integrations.fabric import fabric_strategy
 from offload_strategy.integrations.lightning.engine_strategy import StreamingCheckpointIO
-
-if TYPE_CHECKING:  # the same code under another name; the mixin is typed against this one
-    from lightning.fabric.fabric import Fabric
-    from lightning.fabric.plugins import TorchCheckpointIO
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.fabric.strategies.ddp import DDPStrategy
-    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
-else:
-    from lightning_fabric.fabric import Fabric
-    from lightning_fabric.plugins import TorchCheckpointIO
-    from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
@@ -33,5 +24,4 @@ class SSDOffloadStrategy(fabric_strategy.SingleDeviceFabricMixin, SingleDeviceSt
     parallel_class = SSDOffloadDataParallelStrategy
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 fabric_strategy.install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

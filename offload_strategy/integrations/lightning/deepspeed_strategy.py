@@ -1,8 +1,7 @@
 """`Trainer(strategy="ssd_offload_deepspeed")`: Lightning's DeepSpeed strategy, with offload.
 
-DeepSpeed runs ZeRO and owns the optimizer and the weights. The engine offloads activations and
-reports metrics; tiers for optimizer states and weights become DeepSpeed's own sections
-(deepspeed/config_sections.py). docs/deepspeed.md has examples.
+The engine offloads activations and reports metrics; tiers for optimizer states and weights become
+DeepSpeed's own sections (deepspeed/config_sections.py). docs/deepspeed.md has examples.
 
 [Note: DeepSpeed on the CPU]
 DeepSpeed trains on the CPU, but Lightning's strategy refuses it. The device of a process needs an
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.integrations.deepspeed.config_sections import (
     check_nvme,
     derived_sections,
@@ -29,8 +29,6 @@ from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
-
-    from offload_strategy.config import ConfigSource, OffloadConfig
 else:
     # The concrete class has the base of its own family.
     _DeepSpeedStrategy = object
@@ -53,28 +51,20 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     strategy_name = "ssd_offload_deepspeed"
     description = "DeepSpeed, with activations on host memory and SSDs"
     stages = (1, 2, 3)
-    _micro_batch = 0
     _weights: GatheredWeights | None = None
 
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
-        from offload_strategy.config import OffloadConfig
-
-        self.offload_config: OffloadConfig = OffloadConfig.load(offload_config)
+        self.offload_config = OffloadConfig.load(offload_config)
         super().__init__(**deepspeed)
-        self._given = self._without_defaults(deepspeed)
-        self._derive()
-
-    def _without_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the DeepSpeed config of the user, without Lightning's defaults."""
         assert isinstance(self.config, dict)
-        given = copy.deepcopy(self.config)
-        if options.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            return given
-        if not any(name in options for name in _AIO_OPTIONS):
-            given.pop("aio", None)
-        if "sub_group_size" not in options and "zero_optimization" in given:
-            given["zero_optimization"].pop("sub_group_size", None)
-        return given
+        # The user's own DeepSpeed config, without Lightning's defaults.
+        self._given = copy.deepcopy(self.config)
+        if deepspeed.get("config") is None and self.DEEPSPEED_ENV_VAR not in os.environ:
+            if not any(name in deepspeed for name in _AIO_OPTIONS):
+                self._given.pop("aio", None)
+            if "sub_group_size" not in deepspeed:
+                self._given.get("zero_optimization", {}).pop("sub_group_size", None)
+        self._derive()
 
     def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
         assert isinstance(self.config, dict)
@@ -115,7 +105,6 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         if trainer.state.fn != "fit":
             return
         engine = self._open_engine(for_activations(self.offload_config), self.num_processes)
-        self._micro_batch = 0
         try:
             engine.attach(self.model)
             self._weights = install(engine, self.model)
@@ -129,8 +118,7 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         if engine is None:
             return super().training_step(*args, **kwargs)
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            engine.microbatch(self._micro_batch, last=True)
-            self._micro_batch += 1
+            engine.microbatch(0, last=True)
         with engine.forward():
             return super().training_step(*args, **kwargs)
 

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from offload_strategy.errors import ConfigError
@@ -33,13 +35,11 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = _TorchCheckpointIO = object
 
-STRATEGY_NAME = "ssd_offload"
-
 
 class EngineOwner:
     """A strategy that has an engine, which its copies do not have."""
 
-    strategy_name = STRATEGY_NAME
+    strategy_name = "ssd_offload"
     description = "Moves activations and optimizer states to host memory and SSDs"
     stages: tuple[int, ...] = ()  # of ZeRO, with a variant each
     _engine: OffloadEngine | None = None
@@ -105,21 +105,18 @@ class EngineStrategy(EngineOwner, _Strategy):
 
     @contextmanager
     def _model_init(
-        self,
-        plain: Callable[..., AbstractContextManager[Any]],
-        precision: AbstractContextManager[Any],
-        empty: bool | None,
+        self, plain: Callable[..., AbstractContextManager[Any]], empty: bool | None
     ) -> Iterator[None]:
         """Context in which a model is created; see [Note: models that do not fit].
 
-        `plain` makes that of the framework, of which `precision` is a part; `empty` tells whether
-        to skip initialization, because a checkpoint will be loaded.
+        `plain` makes that of the framework; `empty` tells whether to skip initialization, because
+        a checkpoint will be loaded.
         """
         if self.config.parameters.enabled is not True:
             with plain(empty_init=empty):
                 yield
         elif empty:
-            with torch.device("meta"), precision:
+            with plain(), torch.device("meta"):
                 yield
         else:
             with plain(), self._opened_engine().building():
@@ -211,6 +208,20 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
         this.__class__, this.__dict__ = type(made), made.__dict__
 
     @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            self._become_parallel()
+            cast(Any, self).num_nodes = num_nodes
+
+    # Fabric sets this attribute, although it looks for the property.
+    _num_nodes = num_nodes
+
+    @property
     def root_device(self) -> torch.device:
         """The device to train on."""
         plain: torch.device = cast(Any, super()).root_device
@@ -254,8 +265,5 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
 
 def local_path(path: Any) -> str | None:
     """Return the local path of a path or URL, or None if it is remote."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
     system, stripped = url_to_fs(str(path))
     return stripped if isinstance(system, LocalFileSystem) else None

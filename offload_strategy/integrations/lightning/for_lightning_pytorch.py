@@ -1,4 +1,4 @@
-"""`Trainer(strategy="ssd_offload")` for `lightning.pytorch`."""
+"""Registers `Trainer(strategy="ssd_offload")` for `lightning.pytorch` when it is imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, strategies.DeepSpeedStr
     """`DeepSpeedOffloadMixin` for the Trainer of `lightning.pytorch`."""
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 engine_strategy.register_in(
     strategies.StrategyRegistry,
     SSDOffloadStrategy,

@@ -1,18 +1,12 @@
-"""`Trainer(strategy="ssd_offload")` for `pytorch_lightning`."""
+"""Registers `Trainer(strategy="ssd_offload")` for `pytorch_lightning` when it is imported."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning_fabric.plugins import TorchCheckpointIO
+from pytorch_lightning import strategies
 
 from offload_strategy.integrations.lightning import engine_strategy, lightning_strategy
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
-
-if TYPE_CHECKING:  # the same code under another name; the mixins are typed against this one
-    from lightning.fabric.plugins import TorchCheckpointIO
-    from lightning.pytorch import strategies
-else:
-    from lightning_fabric.plugins import TorchCheckpointIO
-    from pytorch_lightning import strategies
 
 
 class OffloadCheckpointIO(engine_strategy.StreamingCheckpointIO, TorchCheckpointIO):
@@ -42,7 +36,6 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, strategies.DeepSpeedStr
     """`DeepSpeedOffloadMixin` for the Trainer of `pytorch_lightning`."""
 
 
-# Importing this module registers the strategies, from a script or from the autoload hook.
 engine_strategy.register_in(
     strategies.StrategyRegistry,
     SSDOffloadStrategy,

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -48,15 +48,12 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     """A strategy that trains through an `OffloadEngine`; its other options are Lightning's."""
 
     _fitting = False
-    #: Whether the engine was opened to build a model, and has no optimizer yet.
-    _is_ahead = False
     _in_optimizer_step = False
     _micro_batch = 0
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
-        precision = self.precision_plugin.tensor_init_context()
-        return self._model_init(super().tensor_init_context, precision, empty_init)
+        return self._model_init(super().tensor_init_context, empty_init)
 
     def model_to_device(self) -> None:
         """Move the model to the device, unless its weights are streamed."""
@@ -65,11 +62,9 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             cast(Any, super()).model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
-        if not self._is_ahead:
-            self._close_engine()  # that of an earlier `fit`
-        engine = super()._opened_engine()
-        self._is_ahead = True
-        return engine
+        if self in _fitted:
+            self._close_engine()
+        return super()._opened_engine()
 
     # ------------------------------------------------------------------ fit
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -94,14 +89,12 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             if getattr(before, "inner", None) is optimizer:
                 optimizer.load_state_dict(before.state_dict())
         for fit in earlier:
-            if not fit._is_ahead:
-                fit._close_engine()
+            fit._close_engine()
 
         engine = self._opened_engine()
-        self._is_ahead = False
+        _fitted.add(self)
         self._fitting = True
         self._micro_batch = 0
-        _with_engine.add(self)
         if trainer.accumulate_grad_batches > 1:
             engine.microbatch(0, last=False)
         try:
@@ -123,8 +116,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             groups = [group for optimizer in fit.optimizers for group in optimizer.param_groups]
             return any(id(parameter) in wanted for group in groups for parameter in group["params"])
 
-        fits = list(_with_engine)
-        return [fit for fit in fits if fit is self or (not fit._fitting and has_states(fit))]
+        return [fit for fit in _fitted if fit is self or (not fit._fitting and has_states(fit))]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, offloading its saved tensors."""
@@ -139,17 +131,11 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         with engine.forward():
             return super().training_step(*args, **kwargs)
 
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the closure with the last micro-batch, then the update."""
         self._in_optimizer_step = True
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(*args, **kwargs)
         finally:
             self._in_optimizer_step = False
             if not self._fitting and self._engine is not None:
@@ -185,29 +171,27 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             self.optimizers = optimizers
 
     def _close_engine(self) -> None:
-        self._is_ahead = False
-        _with_engine.discard(self)
+        _fitted.discard(self)
         super()._close_engine()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no engine, and offloaded optimizers do not work without theirs.
-        fresh = {"_fitting": False, "_is_ahead": False, "_optimizers": []}
+        fresh = {"_fitting": False, "_optimizers": []}
         return {**super().__getstate__(), **fresh, "lr_scheduler_configs": []}
 
 
-_with_engine: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
-"""The strategies whose engine is open."""
+_fitted: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
+"""The strategies whose engine is that of a `fit`, and not one that was opened to build a model."""
 
 
 def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Attach an optimizer, if it has anything to train."""
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         return optimizer  # Lightning's placeholder where configure_optimizers returned None
-    wrapped: Any = engine.attach(None, optimizer)
+    wrapped = engine.attach(optimizer=optimizer)
     if is_offloaded(wrapped):
         # LearningRateMonitor looks for the wrapped optimizer here.
-        wrapped.optimizer = optimizer
-    assert isinstance(wrapped, torch.optim.Optimizer)
+        cast(Any, wrapped).optimizer = optimizer
     return wrapped
 
 
@@ -227,7 +211,6 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
         ConfigError: If the config is wrong.
     """
 
-    parallel_class: type[OffloadStrategyMixin]
     precision_option = "precision_plugin"
 
     def __init__(
@@ -242,17 +225,6 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
         given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
         super().__init__(config, ddp=ddp, precision_plugin=precision_plugin, **given)
 
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1:
-            self._become_parallel()
-            cast(Any, self).num_nodes = num_nodes
-
 
 class ShardedMixin(OffloadStrategyMixin):
     """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
@@ -261,11 +233,10 @@ class ShardedMixin(OffloadStrategyMixin):
     Lightning's own strategy.
 
     Args:
-        config: as in `OffloadStrategyMixin`.
-        data_parallel_size: number of processes over which the model is sharded; "auto" for all
-            processes divided by `tensor_parallel_size`.
-        tensor_parallel_size: number of processes that compute a layer together; "auto" for one.
-        options: other options of Lightning's `ModelParallelStrategy`.
+        config: as in `SingleDeviceMixin`.
+        options: options of Lightning's `ModelParallelStrategy`. ``data_parallel_size="auto"``, the
+            default, shards the model over all processes divided by `tensor_parallel_size`, the
+            number of processes that compute a layer together: with "auto", one.
 
     Raises:
         ConfigError: the config is wrong.
@@ -274,29 +245,13 @@ class ShardedMixin(OffloadStrategyMixin):
     strategy_name = "ssd_offload_fsdp"
     may_stream_weights = True
 
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: Literal["auto"] | int = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            config,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=1 if tensor_parallel_size == "auto" else tensor_parallel_size,
-            **options,
-        )
-
     def setup_environment(self) -> None:
         """Create the process group and the device mesh."""
         strategy = cast(Any, self)
+        # Lightning's defaults are tensor parallelism within each node, and the number of nodes.
+        if strategy._tensor_parallel_size == "auto":
+            strategy._tensor_parallel_size = 1
         if strategy._data_parallel_size == "auto":
-            # Lightning's default is the number of nodes, with tensor parallelism within each.
             processes = strategy.num_nodes * strategy.num_processes
             strategy._data_parallel_size = processes // strategy._tensor_parallel_size
         super().setup_environment()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has loaded the states of each rank."""
