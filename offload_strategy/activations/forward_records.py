@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
+from threading import get_ident
 from timeit import default_timer as perf_counter
 from typing import Any
 
@@ -76,8 +77,9 @@ class DeviceTimes:
     @property
     def over(self) -> bool:
         """Whether the device has reached every event."""
-        uses, ends = [use for use, _ in self._used[-1:]], [end for _, end in self._waits[-1:]]
-        return all(event.query() for event in [*self._saved[-1:], *uses, *ends])
+        uses, ends = (use for use, _ in self._used), (end for _, end in self._waits)
+        # All of them: a pass may have several streams, of which each keeps its own order.
+        return all(event.query() for event in chain(reversed(self._saved), uses, ends))
 
     def elapsed(self) -> tuple[list[float], list[tuple[float, float]], float]:
         """Return the seconds from the first save to each save and to each use, and of all waits.
@@ -110,6 +112,8 @@ class Trace:
     """The times at which items of one forward pass were saved and used (`time.perf_counter`)."""
 
     started_at: float = field(default_factory=perf_counter)
+    #: The thread of the forward pass.
+    thread: int = field(default_factory=get_ident)
     saved_at: list[float] = field(default_factory=list)
     #: Bytes of each item; seconds that forward waited for room in total, and until each item.
     sizes: list[int] = field(default_factory=list)

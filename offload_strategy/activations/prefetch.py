@@ -146,7 +146,7 @@ class Prefetcher:
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
-        records = (reference() for reference in self._alive.values())
+        records = [reference() for reference in list(self._alive.values())]
         return sum(
             record.trace.alive_bytes() + record.resident_bytes
             for record in records
@@ -155,13 +155,14 @@ class Prefetcher:
 
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
-        for serial in [number for number, alive in self._alive.items() if alive() is None]:
-            del self._alive[serial]
+        for serial, alive in list(self._alive.items()):
+            if alive() is None:
+                self._alive.pop(serial, None)  # another thread may be faster
         self._alive[record.serial] = weakref.ref(record)
         latest = self.latest_trace
         if latest is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
-        self._learn_open()
+        self._learn_open(record.trace.thread)
         while self._untimed:
             try:
                 trace = self._untimed.popleft()
@@ -191,7 +192,8 @@ class Prefetcher:
             # The wait for this item leaves time for that.
             self._fetch_ahead(item)
         begin = perf_counter()
-        with nullcontext() if trace.device_times is None else trace.device_times.wait():
+        times = trace.device_times
+        with nullcontext() if times is None else times.wait():
             payload = self._store.get(ticket) if item.cached is None else item.cached
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
@@ -234,7 +236,7 @@ class Prefetcher:
         record.trace.memory_used.append(record.trace.alive_bytes() + record.resident_bytes)
 
     def _begin_backward(self, record: ForwardRecord) -> None:
-        self._learn_open()
+        self._learn_open(record.trace.thread)
         if self._latest is not None and self._latest[0] != record.serial:
             serial, trace = self._latest
             self.history.follows(trace, record.serial - serial)
@@ -253,12 +255,14 @@ class Prefetcher:
                     record.trace.left_bytes -= ticket.nbytes
 
     # ------------------------------------------------------------------ learning
-    def _learn_open(self) -> None:
-        # Only what follows shows that a backward has ended that uses not all items (as with LoRA).
+    def _learn_open(self, thread: int) -> None:
+        # Only what follows in the same thread shows that a backward has ended that uses not all
+        # items (as with LoRA): passes of other threads may be in the middle of theirs.
         for serial, trace in list(self._open.items()):
-            self._learn(trace)
+            if trace.thread == thread:
+                self._learn(trace)
             if len(self._open) > _MOST_OPEN:
-                del self._open[serial]
+                self._open.pop(serial, None)
 
     def _learn(self, trace: Trace) -> None:
         if trace.learned == len(trace.uses):

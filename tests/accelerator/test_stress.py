@@ -192,6 +192,32 @@ def train_both(disk, seed):
     return found
 
 
+def test_a_pass_that_begins_in_another_thread_does_not_end_one_in_its_backward(disk):
+    """Times of a pass are read from the device when all of it is over, and not in the middle."""
+    with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
+        one, two = models()
+        for model in (one, two):
+            engine.attach(model)
+        found = []
+
+        def begin_another(*_):
+            torch.accelerator.synchronize()  # all that was timed so far is over
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(two, batch(1, **SMALL).to(next(two.parameters()).device)).result()
+            trace, _, _ = engine._activations.latest_pass()
+            found.append(trace.on_device and len(trace.uses) < len(trace.saved_at))
+
+        one.blocks[1].register_full_backward_hook(begin_another)
+        for step in range(2):
+            one(batch(step, **SMALL)).sum().backward()
+        torch.accelerator.synchronize()
+        one(batch(2, **SMALL))
+        trace, _, _ = engine._activations.latest_pass()
+        assert found == [True, True]
+        assert len(trace.uses) == len(trace.saved_at)
+        assert not trace.on_device, "the device has told the times"
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_two_threads_train_the_same(disk, expected, seed):
     with delays(seed, *(random.Random(seed).randrange(200) for _ in range(2))):
