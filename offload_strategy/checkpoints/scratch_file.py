@@ -141,6 +141,11 @@ class ScratchFile:
                 f"the system's log, or choose another directory for the tier."
             ) from error
 
+    def open(self) -> None:
+        """Create the file with room for all reserved tensors; TierFullError if there is none."""
+        if self._end:
+            self._opened()
+
     def _opened(self) -> PageFile:
         """Return the file, created in the first directory with room for all reserved tensors."""
         complaints: list[str] = []

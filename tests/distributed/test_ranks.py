@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine, load, save
+from offload_strategy.checkpoints.scratch_file import ScratchFile
 from offload_strategy.cli import main
-from offload_strategy.errors import ConfigError
+from offload_strategy.errors import ConfigError, OffloadError, TierFullError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from tests.distributed.loops import STEPS, Net, check, config, run_steps, same
@@ -183,12 +184,27 @@ def maybe_offloading(directory, offload):
     return OffloadEngine(config(directory, "commit")) if offload else contextlib.nullcontext()
 
 
+def one_has_no_room(step, net, optimizer):
+    """Collect the states where rank 0 has no room for them: all ranks are told, and go on."""
+
+    def full(_):
+        raise TierFullError("there is no room")
+
+    told = "there is no room" if dist.get_rank() == 0 else "another rank could not collect"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(ScratchFile, "open", full)
+        with pytest.raises(OffloadError, match=told):
+            optimizer.consolidate_state_dict()
+
+
 def save_half(rank, directory):
     """Train and save without offload and with it; the files have the same."""
     files = {offload: directory / f"{offload}.ckpt" for offload in (False, True)}
     for offload, file in files.items():
         with maybe_offloading(directory / "disk", offload) as engine:
-            found = train(rank, engine, on_first=True)
+            after = {"after": one_has_no_room} if offload else {}
+            found = train(rank, engine, on_first=True, **after)
             if rank == 0:
                 saved = {"model": found["weights"], "optimizer": found["states"]}
                 (save if offload else torch.save)(saved, file)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -63,6 +64,17 @@ class DataParallelGroup:
         flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         return [bool(flag) for flag in flags.tolist()]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise on all ranks what one raises in this context, which all of them enter."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self.any_rank([error is not None]) == [True]:
+            raise error or OffloadError(f"another rank could not {what}, and says why.")
 
     def add_rank_note(self, error: BaseException) -> None:
         """Name the ranks that have ended in a note to an error that comes from their end."""

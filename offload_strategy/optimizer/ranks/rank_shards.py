@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
+
+#: What ranks do together, for an error of one of them.
+_COLLECT = "collect the optimizer's states"
 
 
 class RankShards:
@@ -147,6 +151,8 @@ class RankShards:
             return
         # Take part while that rank reads all of them.
         all_metadata = [_metadata(subgroup, group) for subgroup in subgroups]
+        with group.together(_COLLECT):
+            pass
         for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
             deque(self._values(subgroup, metadata, group), maxlen=0)
         self._consolidated_on = to
@@ -162,29 +168,11 @@ class RankShards:
         directories: Sequence[Path],
     ) -> dict[torch.Tensor, State]:
         """States as `OffloadedOptimizer.state_dict` has them; one subgroup in memory at a time."""
-        states: dict[torch.Tensor, State] = {}
         all_metadata = [_metadata(subgroup, group) for subgroup in subgroups]
         with ScratchFile(directories) as scratch:
-            slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
-            names: dict[torch.Tensor, set[str]] = {}
-            for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-                for index, small in enumerate(metadata.small):
-                    parameter = subgroup.slices[index].parameter
-                    states.setdefault(parameter, small)
-                    own_names = {each.name for each in metadata.stored if each.slice_index == index}
-                    if names.setdefault(parameter, own_names) != own_names:
-                        raise OffloadError(
-                            f"only some rows of a parameter of shape {tuple(parameter.shape)} have "
-                            f"states: its first update failed. Start from the last checkpoint."
-                        )
-                for index, name, segment, dtype in metadata.stored:
-                    param_slice = subgroup.slices[index]
-                    own = slots.setdefault(param_slice.parameter, {})
-                    if name not in own and param_slice.rows is None:
-                        own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
-                    elif name not in own:
-                        shape = local_tensor(param_slice.parameter).shape
-                        own[name] = scratch.reserve(shape, dtype)
+            # A rank that fails in the exchange below would leave the others waiting.
+            with nullcontext() if group is None else group.together(_COLLECT):
+                states, slots = _reserved(zip(subgroups, all_metadata, strict=True), scratch)
             for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
                 read = self._values(subgroup, metadata, group)
                 for stored, values in zip(metadata.stored, read, strict=True):
@@ -216,6 +204,35 @@ class RankShards:
                 values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
                 group.broadcast(values, owner).wait()
                 yield values
+
+
+def _reserved(
+    subgroups: Iterable[tuple[Subgroup, StateSet]], scratch: ScratchFile
+) -> tuple[dict[torch.Tensor, State], dict[torch.Tensor, dict[str, ScratchTensor]]]:
+    """Small states, and room for stored ones on the disk; TierFullError if there is none."""
+    states: dict[torch.Tensor, State] = {}
+    slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
+    names: dict[torch.Tensor, set[str]] = {}
+    for subgroup, metadata in subgroups:
+        for index, small in enumerate(metadata.small):
+            parameter = subgroup.slices[index].parameter
+            states.setdefault(parameter, small)
+            own_names = {each.name for each in metadata.stored if each.slice_index == index}
+            if names.setdefault(parameter, own_names) != own_names:
+                raise OffloadError(
+                    f"only some rows of a parameter of shape {tuple(parameter.shape)} have "
+                    f"states: its first update failed. Start from the last checkpoint."
+                )
+        for index, name, segment, dtype in metadata.stored:
+            param_slice = subgroup.slices[index]
+            own = slots.setdefault(param_slice.parameter, {})
+            if name not in own and param_slice.rows is None:
+                own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
+            elif name not in own:
+                shape = local_tensor(param_slice.parameter).shape
+                own[name] = scratch.reserve(shape, dtype)
+    scratch.open()
+    return states, slots
 
 
 def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
