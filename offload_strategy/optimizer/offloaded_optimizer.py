@@ -183,12 +183,11 @@ class OffloadedOptimizer(Optimizer):
         broadcasts: StepBroadcasts | None = None
         to_update: list[Subgroup] = []
         done: set[Subgroup] = set()
-        updater.has_begun = False
+        updater.has_begun = False  # those ahead of `step()` changed copies
         try:
             # Before `finish` frees the gradients that updates during backward have used.
             broadcasts = shards.step_broadcasts(subgroups)
             ahead_updates = overlap.finish() if overlap is not None else []
-            updater.has_begun = False  # those ahead of `step()` changed copies
             to_update = [s for s in own if with_gradient(s)]
             # Those without gradients, and those that `eager` has updated already.
             broadcasts.ready(*set(own).difference(to_update))
