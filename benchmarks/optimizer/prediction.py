@@ -150,7 +150,7 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
                     Result(
                         f"{model}: {name}: measured relative to predicted, off by",
                         measured, predicted.seconds, "s", abs(off), _WITHIN, at_least=False,
-                        details={"limits": predicted.resource_seconds},
+                        details={one.name: dict(one.limits) for one in predicted.stages},
                     )
                 )  # fmt: skip
     return "\n".join(lines), results
@@ -165,7 +165,7 @@ def predict(
         name: of `OURS`.
         outcome: of the session that it was in, for plain PyTorch and the disk.
         host: rates of memory.
-        toll: seconds that plain PyTorch loses for each byte of I/O.
+        io_overhead: seconds that plain PyTorch loses for each byte of I/O.
         choice: has the size of our buffers.
     """
     ours, plain, row = choice.ours(name), outcome.rows[PLAIN], outcome.rows[name]

@@ -66,7 +66,11 @@ def _bench(options: argparse.Namespace) -> int:
                 _measure(results[-1], options, bar, parts * number)
             except OffloadError as error:  # the figures of before are worth having
                 results[-1]["error"] = str(error)
-    _share(results)
+    # A tier stripes in proportion to the round-trip rate of each path.
+    measured = [result for result in results if "direct" in result]
+    rates = [round_trip_rate(*_gigabytes(result)) for result in measured]
+    for result, its in zip(measured, rates, strict=True):
+        result["share"] = its / sum(rates)
     report = {name: getattr(options, name) for name in (*names, "seconds")} | {"paths": results}
     if options.json == "-":
         print(json.dumps(report, indent=2))
@@ -150,14 +154,6 @@ def _backend(name: str, threads: int, block_size: int) -> contextlib.closing[Bac
 
 def _per_second(found: Rates) -> dict[str, float]:
     return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}
-
-
-def _share(results: Sequence[dict[str, Any]]) -> None:
-    """Set shares as a tier uses them: in proportion to the round-trip rate of each path."""
-    measured = [result for result in results if "direct" in result]
-    rates = [round_trip_rate(*_gigabytes(result)) for result in measured]
-    for result, its in zip(measured, rates, strict=True):
-        result["share"] = its / sum(rates)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

@@ -26,27 +26,33 @@ def check_path(
     capacity: int | None = None,
     direct: bool | Literal["auto"] = "auto",
     overwrite: bool = False,
-) -> list[Check]:
+) -> Iterator[Check]:
     """Check a directory or raw block device by opening it as a tier of that name does."""
+    logger = logging.getLogger("offload_strategy.io")
     try:
-        with (
-            _quiet(),
-            contextlib.closing(Region(path, tier, capacity, direct, overwrite=overwrite)) as region,
-        ):
+        with contextlib.ExitStack() as stack:
+            # A region logs what the checks say.
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+            region = Region(path, tier, capacity, direct, overwrite=overwrite)
+            stack.callback(region.close)
             takes_direct, room = region.direct, region.capacity
     except OffloadError as error:
-        return [_refused(f"{path}", error)]
+        yield _refused(f"{path}", error)
+        return
     if path.is_block_device():
-        checks = [Check(f"{path}: device", OK, "a raw block device that carries no data")]
+        yield Check(f"{path}: device", OK, "a raw block device that carries no data")
     else:
-        checks = [check_file_system(path, file_system_of(path)), _check_unnamed_files(path)]
-    works = "works" if takes_direct else "switched off by io.direct: false"
-    io = Check(f"{path}: direct I/O", OK, works)
-    if not takes_direct and direct is not False:
+        yield check_file_system(path, file_system_of(path))
+        yield _check_unnamed_files(path)
+    name = f"{path}: direct I/O"
+    if takes_direct or direct is False:
+        yield Check(name, OK, "works" if takes_direct else "switched off by io.direct: false")
+    else:
         found = "is not available: bytes pass through the page cache, which costs memory and CPU"
         advice = "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false"
-        io = Check(io.name, WARNING, found, advice)
-    return [*checks, io, Check(f"{path}: space", OK, f"{format_size(room)} can be used")]
+        yield Check(name, WARNING, found, advice)
+    yield Check(f"{path}: space", OK, f"{format_size(room)} can be used")
 
 
 def check_file_system(path: Path, system: FileSystem | None) -> Check:
@@ -73,33 +79,28 @@ def check_file_system(path: Path, system: FileSystem | None) -> Check:
     return Check(name, WARNING, f"{system.kind}, {found}", advice)
 
 
-def check_devices(paths: Iterable[Path]) -> list[Check]:
+def check_devices(paths: Iterable[Path]) -> Iterator[Check]:
     """Check whether several paths share the bandwidth and the space of one device."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.stat()
             groups[status.st_rdev if path.is_block_device() else status.st_dev].append(path)
-    return [
-        Check(
-            "paths",
-            WARNING,
-            f"{', '.join(map(str, group))} lie on one file system: together they are no faster "
-            "than one, and share its free space",
-            "name one path for each device",
-        )
-        for group in groups.values()
-        if len(group) > 1
-    ]
+    for group in groups.values():
+        if len(group) > 1:
+            found = (
+                f"{', '.join(map(str, group))} lie on one file system: together they are no "
+                "faster than one, and share its free space"
+            )
+            yield Check("paths", WARNING, found, "name one path for each device")
 
 
-def check_together(capacities: Sequence[tuple[str, Path, int | None]]) -> list[Check]:
+def check_together(capacities: Sequence[tuple[str, Path, int | None]]) -> Iterator[Check]:
     """Check whether what tiers may take of their paths fits there, for all local processes."""
     try:
-        check_capacities(capacities)
+        check_capacities(capacities)  # each path has said how much room it has
     except OffloadError as error:
-        return [_refused("capacities", error)]
-    return []  # each path has said how much room it has
+        yield _refused("capacities", error)
 
 
 def _refused(name: str, error: OffloadError) -> Check:
@@ -122,15 +123,3 @@ def _check_unnamed_files(path: Path) -> Check:
                 return Check(name, PROBLEM, found, "check the mount")
             why = "the file system does not offer O_TMPFILE"
     return Check(name, OK, f"{why}: a file is made and loses its name at once")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress log lines of a region, because the checks report the same."""
-    logger = logging.getLogger("offload_strategy.io")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

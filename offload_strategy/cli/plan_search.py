@@ -75,10 +75,9 @@ def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None
 
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
     """Search, print the result and write the config; return 1 if nothing fits."""
-    request = request_of(options, shape)
     if (file := options.write_config) is not None:
         check_writable(file, options.force)
-    found = search(request, _space(options))
+    found = search(request_of(options, shape), _space(options))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     if not found.candidates:
         return 1

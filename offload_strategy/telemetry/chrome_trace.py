@@ -61,7 +61,6 @@ def json_for_others(content: Any, **options: Any) -> str:
 
 def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> dict[str, Any]:
     """Return the trace as an object for JSON; see `write_trace`."""
-    pid = os.getpid()
     counters: list[_Event] = []
     tracks: list[tuple[str, list[_Event]]] = []
     client = attrgetter("client")
@@ -71,19 +70,20 @@ def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> 
     for (tier, path, direction), group in groupby(sorted(moves, key=where), where):
         records, place = list(group), tier if tier == path else f"{tier} {path}"
         tracks.append((f"{place} {direction}", [_slice(record) for record in records]))
-        counters += _counter(f"{place} {direction} GB/s", pid, _rates(records), scale=1e-9)
-        counters += _counter(f"{place} {direction} queued bytes", pid, _queued(records))
+        counters += _counter(f"{place} {direction} GB/s", _rates(records), scale=1e-9)
+        counters += _counter(f"{place} {direction} queued bytes", _queued(records))
 
-    names = [_name("process_name", pid, 0, name="offload-strategy")]
+    names = [_name("process_name", 0, name="offload-strategy")]
     slices: list[_Event] = []
     lanes = ((label, *one) for label, track in tracks for one in enumerate(_lanes(track), start=1))
     for tid, (label, number, lane) in enumerate(lanes, start=1):
         shown = label if number == 1 else f"{label} ({number})"
-        names.append(_name("thread_name", pid, tid, name=shown))
-        names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
-        slices += [{"ph": "X", "pid": pid, "tid": tid, **piece} for piece in lane]
-    events = sorted(slices + counters, key=lambda event: event["ts"])
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+        names.append(_name("thread_name", tid, name=shown))
+        names.append(_name("thread_sort_index", tid, sort_index=tid))
+        slices += [{"ph": "X", "tid": tid, **piece} for piece in lane]
+    pid = os.getpid()
+    events = names + sorted(slices + counters, key=lambda event: event["ts"])
+    return {"traceEvents": [{"pid": pid, **event} for event in events], "displayTimeUnit": "ms"}
 
 
 def _microseconds(begin: float, end: float) -> tuple[int, int]:
@@ -139,9 +139,7 @@ def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
         yield math.floor(move.started_at * 1e6), -move.nbytes
 
 
-def _counter(
-    name: str, pid: int, changes: Iterable[tuple[int, int]], scale: float = 1
-) -> list[_Event]:
+def _counter(name: str, changes: Iterable[tuple[int, int]], scale: float = 1) -> list[_Event]:
     """Return the values of a counter at the times of their changes."""
     at = Counter[int]()
     for moment, change in changes:
@@ -149,10 +147,10 @@ def _counter(
     moments = sorted(moment for moment, change in at.items() if change)
     values = accumulate(at[moment] for moment in moments)
     return [
-        {"ph": "C", "name": name, "pid": pid, "ts": moment, "args": {"value": value * scale}}
+        {"ph": "C", "name": name, "ts": moment, "args": {"value": value * scale}}
         for moment, value in zip(moments, values, strict=True)
     ]
 
 
-def _name(kind: str, pid: int, tid: int, **arguments: Any) -> _Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+def _name(kind: str, tid: int, **arguments: Any) -> _Event:
+    return {"ph": "M", "name": kind, "tid": tid, "args": arguments}

@@ -223,7 +223,7 @@ def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
 # ---------------------------------------------------------------------------- paths
 def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
-        found = check_path(disk, "nvme", direct=False)
+        found = [*check_path(disk, "nvme", direct=False)]
     names = ["file system", "unnamed files", "direct I/O", "space"]
     assert [check.name for check in found] == [f"{disk}: {name}" for name in names]
     # Buffered I/O was chosen.
@@ -253,7 +253,7 @@ def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
     assert (found.status, found.advice[:18]) == (PROBLEM, "Lower the capacity")
     capacity = shutil.disk_usage(disk).free * 2 // 3
     tiers = [("a", disk, capacity), ("b", disk, capacity)]
-    assert path_checks.check_together(tiers[:1]) == []
+    assert [*path_checks.check_together(tiers[:1])] == []
     (found,) = path_checks.check_together(tiers)
     assert (found.name, found.status) == ("capacities", PROBLEM)
     assert "Free some space" in found.advice
@@ -261,7 +261,7 @@ def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
 
 def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):
     with loop_disk(tmp_path / "other", 16 * MiB) as other:
-        assert check_devices([disk, other.directory]) == []
+        assert [*check_devices([disk, other.directory])] == []
         (found,) = check_devices([disk, tmp_path, other.directory])
     assert found.status == WARNING
     assert str(other.directory) not in found.found
@@ -269,11 +269,11 @@ def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):
 
 def test_a_device_with_data_and_a_read_only_file_system_are_problems(tmp_path):
     with loop_device(tmp_path / "empty.img", 16 * MiB) as device:
-        found = check_path(device, "raw")
+        found = [*check_path(device, "raw")]
         assert {check.status for check in found} == {OK}
         assert f"{device}: device" in [check.name for check in found]
     with loop_disk(tmp_path / "used", 16 * MiB) as disk:
         (used,) = check_path(disk.device, "raw")
         assert used.status == PROBLEM
         assert os.system(f"mount -o remount,ro {disk.directory}") == 0
-        assert check_path(disk.directory, "nvme")[-1].status == PROBLEM
+        assert [*check_path(disk.directory, "nvme")][-1].status == PROBLEM
