@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 
 from offload_strategy.cli.options import Command
 from offload_strategy.errors import ConfigError
@@ -14,6 +15,9 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ConfigError("run: name the command to start: ssd-offload run python train.py")
+    if hasattr(signal, "SIGPIPE"):
+        # Python ignores it, and a command that is started from here would do so, too.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **launch_environment()})
     except OSError as error:

@@ -211,7 +211,10 @@ class CopyEngine:
         """Return device memory for a path that fills it directly; its user records its stream."""
         _, incoming = self._copying(current_stream(self.device))
         with using_stream(incoming):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # `torch.empty` fills it where algorithms are to be deterministic, and no stream orders
+            # that before the bytes of the path.
+            memory = torch.UntypedStorage(nbytes, device=self.device)
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory)
 
     def end_threads(self) -> None:
         """End the thread; it starts again on demand."""
