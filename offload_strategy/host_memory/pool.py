@@ -90,7 +90,8 @@ class BufferPool:
 
     def idle_may_exceed(self, nbytes: int) -> None:
         """Let idle buffers add so many bytes, for clients that use the same ones in turn."""
-        self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
+        with self._lock:
+            self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
 
     def limit_process(self, nbytes: Callable[[], int]) -> None:
         """Let what `may_wait` take as much as `nbytes` returns at the begin of a pass, and now."""

@@ -134,8 +134,8 @@ class ThreadPool:
                 self._sleeping.popleft().release()
         while True:
             with self._lock:  # a thread that died may have been replaced
-                self._forget_ended()
-                threads = (self._threads | self._ending) - {threading.current_thread()}
+                known = (self._threads | self._ending) - {threading.current_thread()}
+            threads = [thread for thread in known if thread.is_alive()]
             if not threads or perf_counter() >= deadline:
                 return
             for thread in threads:
@@ -153,7 +153,7 @@ class ThreadPool:
         thread.start()
         self._started += 1
         self._threads.add(thread)
-        self._forget_ended()
+        self._ending = {thread for thread in self._ending if thread.is_alive()}
 
     def _main(self) -> None:
         while True:
@@ -227,9 +227,6 @@ class ThreadPool:
                 self._threads.add(threading.current_thread())
                 return False
             return True
-
-    def _forget_ended(self) -> None:
-        self._ending = {thread for thread in self._ending if thread.is_alive()}
 
     def _ends(self) -> None:
         """Note that the calling thread takes no more jobs; it holds the lock."""

@@ -39,7 +39,6 @@ from offload_strategy.telemetry import Direction, get_logger
 logger = get_logger(__name__)
 
 CACHE_VARIABLE = "SSD_OFFLOAD_CACHE"
-_FOLDER = "offload-strategy"
 #: Our files have a few hundred bytes.
 _MAX_FILE_BYTES = 64 * 1024
 #: Files that were not written for this long are removed.
@@ -134,7 +133,7 @@ def cache_directory() -> Path | None:
         if given is not None:
             return Path(expand_path(given)) if given.strip() else None
         usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return usual / _FOLDER if usual.is_absolute() else None
+        return usual / "offload-strategy" if usual.is_absolute() else None
     except (ValueError, RuntimeError) as error:  # an unset variable in it; no home directory
         logger.info("rates of paths are not saved: %s", error)
         return None

@@ -24,8 +24,7 @@ _POLL_SECONDS = 0.0004
 class Latch:
     """An event that is set once, and that Ctrl-C in a waiting thread cannot leave locked.
 
-    A KeyboardInterrupt may end the `__enter__` of the condition in `threading.Event` after it took
-    the lock, and then `set` would wait forever.
+    That of `threading` has a condition: see [Note: threads that die] in thread_pool.py.
     """
 
     __slots__ = ("_is_set", "_lock")

@@ -178,12 +178,10 @@ def _devices_of_others(path: Path) -> Iterator[int]:
             # Any of the numbers may be the rank, or all of them.
             names = [text[:begin] + str(other) + text[end:] for begin, end in found]
             names.append(re.sub(rf"(?<!\d){own}(?!\d)", str(other), text))
-            devices = (_device_of(name, ours) for name in names if rank)
-            yield next((device for device in devices if device != ours), ours)
-
-
-def _device_of(path: str, otherwise: int) -> int:
-    try:
-        return os.stat(path).st_dev
-    except OSError:
-        return otherwise
+            theirs = ours
+            for name in names if rank else ():
+                with suppress(OSError):
+                    theirs = os.stat(name).st_dev
+                if theirs != ours:
+                    break
+            yield theirs
