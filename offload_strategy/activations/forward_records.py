@@ -33,14 +33,6 @@ import torch
 from offload_strategy.activations.eligibility import ByteRange, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
-#: Passes that are timed at first, and then one of so many.
-_FIRST_PASSES, _ONE_OF = 8, 16
-
-
-def is_timed(serial: int) -> bool:
-    """Return whether the forward pass with this number is timed."""
-    return serial < _FIRST_PASSES or serial % _ONE_OF == 0
-
 
 class DeviceTimes:
     """The events of one pass on the device that computes it."""
