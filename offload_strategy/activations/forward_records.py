@@ -323,9 +323,9 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage, nbytes = tensor.untyped_storage(), span.nbytes
+        storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)

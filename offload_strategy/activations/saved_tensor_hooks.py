@@ -256,12 +256,15 @@ class ActivationOffload:
         if span is not wanted:
             too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
             span = wanted if too_small or not span.covers(wanted) else span
-        if span.nbytes < self._min_size:
+        nbytes = span.nbytes
+        if nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, record)
+        return self._new_item(tensor, span, nbytes, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
-        trace, nbytes = record.trace, span.nbytes
+    def _new_item(
+        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
+    ) -> Packed:
+        trace = record.trace
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
@@ -270,7 +273,7 @@ class ActivationOffload:
             timed = record.serial < _FIRST_TIMED or record.serial % _ONE_OF == 0
             trace.device_times = DeviceTimes(device) if timed else None
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, prefix)
+        item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
         if leaves and self._write_budget is not None:
