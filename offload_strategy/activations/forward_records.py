@@ -34,14 +34,6 @@ import torch
 from offload_strategy.activations.eligibility import ByteRange, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
-#: Passes that are timed at first, and then one of so many.
-_FIRST_PASSES, _ONE_OF = 8, 16
-
-
-def is_timed(serial: int) -> bool:
-    """Return whether the forward pass with this number is timed."""
-    return serial < _FIRST_PASSES or serial % _ONE_OF == 0
-
 
 class DeviceTimes:
     """The events of one pass on the device that computes it."""
@@ -335,9 +327,9 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage, nbytes = tensor.untyped_storage(), span.nbytes
+        storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)

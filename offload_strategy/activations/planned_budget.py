@@ -64,8 +64,6 @@ _LESS, _MORE = 0.005, 0.03
 #: Share of the limit up to which idle buffers may stay mapped.
 _IDLE_SHARE = 0.85
 _WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
-#: Largest wait for room in seconds: a slower path has failed, which is reported elsewhere.
-_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -193,7 +191,7 @@ class PlannedBudget(Budget):
             too_much = known is False and items - self._writes.leaving_bytes() > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
-        self._wait_for_room(items, room)
+        self._writes.release_at_least(items - room)
         baseline.resume(self._items_bytes(trace))
         # Measuring takes time, too.
         trace.held += perf_counter() - begin
@@ -222,7 +220,7 @@ class PlannedBudget(Budget):
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)
-        self._wait_for_room(items, self._room_from(trace, use))
+        self._writes.release_at_least(items - self._room_from(trace, use))
         # From now on its bytes count as baseline memory of its use.
         self._baseline.resume(items)
         trace.waited += perf_counter() - begin
@@ -403,11 +401,6 @@ class PlannedBudget(Budget):
             most = max(most, self._baseline.after(use_event(trace, one)))
             ahead += trace.sizes[-1 - one]
         return most
-
-    def _wait_for_room(self, items: int, room: int) -> None:
-        """Wait for writes in flight until the items in memory fit into the room."""
-        if items > room:
-            self._writes.release_at_least(items - room, _PATIENCE_SECONDS)
 
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)

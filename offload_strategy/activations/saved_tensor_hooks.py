@@ -25,7 +25,7 @@ from offload_strategy.activations.eligibility import (
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace, is_timed
+from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
@@ -40,6 +40,8 @@ from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 #: A view of less than this share of its base is offloaded alone; otherwise the base is.
 _WHOLE_BASE_SHARE = 0.5
+#: Passes of a device that are timed at first, and then one of so many; see [Note: clocks].
+_FIRST_TIMED, _ONE_OF = 8, 16
 
 
 class Packed(Protocol):
@@ -254,20 +256,24 @@ class ActivationOffload:
         if span is not wanted:
             too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
             span = wanted if too_small or not span.covers(wanted) else span
-        if span.nbytes < self._min_size:
+        nbytes = span.nbytes
+        if nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, record)
+        return self._new_item(tensor, span, nbytes, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
-        trace, nbytes = record.trace, span.nbytes
+    def _new_item(
+        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
+    ) -> Packed:
+        trace = record.trace
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
         if not trace.sizes and is_asynchronous(device):
             trace.on_device = self._writes.on_device = True
-            trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
+            timed = record.serial < _FIRST_TIMED or record.serial % _ONE_OF == 0
+            trace.device_times = DeviceTimes(device) if timed else None
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, prefix)
+        item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
         if leaves and self._write_budget is not None:

@@ -43,6 +43,8 @@ DEVICE_BATCH_BYTES = 4 * MiB
 _SECONDS = 0.03
 _SLOW_BYTES = 16 * MiB
 _SLOW_SHARE = 0.03
+#: Largest wait for free memory: a slower path has failed, which is reported elsewhere.
+_PATIENCE_SECONDS = 60.0
 
 
 def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
@@ -141,15 +143,17 @@ class TierWrites:
             leaving = self.store.writing_bytes_of(CLIENT)
         return leaving + self._batch.nbytes
 
-    def release_at_least(self, nbytes: int, seconds: float) -> None:
-        """Free so many of the bytes that leave the computing device, within so many seconds."""
+    def release_at_least(self, nbytes: int) -> None:
+        """Wait until so many of the bytes that leave the computing device are free, if any."""
+        if nbytes <= 0:
+            return
         self.flush()
         at_most = max(0, self.leaving_bytes() - self._batch.nbytes - nbytes)
         if self.on_device:
             for engine in tuple(self.store.copies.values()):
                 engine.release_sources(at_most)
         else:
-            self.store.await_writes(CLIENT, at_most, seconds, own=True)
+            self.store.await_writes(CLIENT, at_most, _PATIENCE_SECONDS, own=True)
 
     def rate(self, *, write: bool) -> float | None:
         """Return the bytes per second of all paths together, or None if unknown."""

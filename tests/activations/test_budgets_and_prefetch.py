@@ -36,9 +36,7 @@ class SlowPath:
         self.clears, self.waits = clears, []
         self.store = self
 
-    @property
-    def writing_bytes(self):
-        return self.waiting
+    writing_bytes = property(lambda self: self.waiting)
 
     def rate(self, *, write):
         return self.write if write else self.read

@@ -70,8 +70,8 @@ class Training:
     def leaving_bytes(self):
         return self.writing
 
-    def release_at_least(self, nbytes, seconds):
-        if self.writing:
+    def release_at_least(self, nbytes):
+        if self.writing and nbytes > 0:
             self.writing = max(0, self.writing - nbytes)
             self.waits += 1
             time.sleep(WAIT_SECONDS)
