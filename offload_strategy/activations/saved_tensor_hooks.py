@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
+from offload_strategy.activations.device_times import DeviceTimes, is_timed
 from offload_strategy.activations.eligibility import (
     ByteRange,
     UnsupportedTensors,
@@ -25,7 +26,7 @@ from offload_strategy.activations.eligibility import (
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace
+from offload_strategy.activations.forward_records import ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
@@ -40,8 +41,6 @@ from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 #: A view of less than this share of its base is offloaded alone; otherwise the base is.
 _WHOLE_BASE_SHARE = 0.5
-#: Passes of a device that are timed at first, and then one of so many; see [Note: clocks].
-_FIRST_TIMED, _ONE_OF = 8, 16
 
 
 class Packed(Protocol):
@@ -270,8 +269,7 @@ class ActivationOffload:
         device = tensor.device
         if not trace.sizes and is_asynchronous(device):
             trace.on_device = self._writes.on_device = True
-            timed = record.serial < _FIRST_TIMED or record.serial % _ONE_OF == 0
-            trace.device_times = DeviceTimes(device) if timed else None
+            trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
         idle, saved_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)

@@ -1,0 +1,78 @@
+"""When a device saved and used the items of a forward pass, on the device's own clock.
+
+[Note: clocks]
+The host launches operations before the device executes them, so the host's clock says nothing about
+when a tensor exists, or when it is needed. On an accelerator a pass is timed by events, which the
+device signals and which the host reads later, without waiting. As each event costs the launching
+thread a few microseconds, the first passes are timed and then one of many: a device repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
+
+import torch
+
+#: Passes that are timed at first, and then one of so many.
+_FIRST_PASSES, _ONE_OF = 8, 16
+
+
+def is_timed(serial: int) -> bool:
+    """Return whether the forward pass with this number is timed."""
+    return serial < _FIRST_PASSES or serial % _ONE_OF == 0
+
+
+class DeviceTimes:
+    """The events of one pass on the device that computes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._saved: list[torch.Event] = []
+        #: Each first use, and the number of waits before it.
+        self._used: list[tuple[torch.Event, int]] = []
+        #: Begin and end of each time in which the device waited for bytes.
+        self._waits: list[tuple[torch.Event, torch.Event]] = []
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def saved(self) -> None:
+        """Record that an item was saved."""
+        self._saved.append(self._event())
+
+    def used(self) -> None:
+        """Record the first use of an item."""
+        self._used.append((self._event(), len(self._waits)))
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Record when the compute stream needs bytes, and when it has them."""
+        begun = self._event()
+        yield
+        self._waits.append((begun, self._event()))
+
+    @property
+    def over(self) -> bool:
+        """Whether the device has reached every event."""
+        uses, ends = (use for use, _ in self._used), (end for _, end in self._waits)
+        # All of them: a pass may have several streams, of which each keeps its own order.
+        return all(event.query() for event in chain(reversed(self._saved), uses, ends))
+
+    def elapsed(self) -> tuple[list[float], list[tuple[float, float]], float]:
+        """Return the seconds from the first save to each save and to each use, and of all waits.
+
+        Of a use, also the seconds for which the device had waited for bytes until then.
+        """
+        first = self._saved[0]
+        waited = list(accumulate((_elapsed(*wait) for wait in self._waits), initial=0.0))
+        saved = [_elapsed(first, event) for event in self._saved]
+        used = [(_elapsed(first, event), waited[waits]) for event, waits in self._used]
+        return saved, used, waited[-1]
+
+
+def _elapsed(begin: torch.Event, end: torch.Event) -> float:
+    return max(0.0, begin.elapsed_time(end) / 1000)
