@@ -17,9 +17,10 @@ from offload_strategy.store import writer
 from tests import training
 from tests.conformance.selection import commits
 from tests.optimizer.runs import loss_of, make_net
+from tests.simulation.clients import simulate
 from tests.simulation.disks import SimulatedRegion, SimulatedSystem
 from tests.simulation.scheduler import Shim
-from tests.simulation.world import scheduled, simulate, tiny_world
+from tests.simulation.world import scheduled, tiny_world
 
 #: Worlds, and training runs, of one run of all tests; the next commit has others.
 _WORLDS, _TRAININGS = 300, 10
