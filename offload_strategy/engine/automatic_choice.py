@@ -50,7 +50,10 @@ class AutomaticChoice:
         self, config: OffloadConfig, resources: Resources, models: Collection[nn.Module]
     ) -> None:
         self._config = config
-        self._resources = resources
+        # Not the resources themselves: their pool, which asks how much there is, may live longer.
+        self._pinned_bytes = resources.pinned_bytes
+        has_tier = bool(resources.clients.get("parameters"))
+        self._can_stream = has_tier and config.parameters.enabled == "auto"
         planned = MemoryLimit.configured(config.planning)
         if planned is None:
             nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)
@@ -76,8 +79,7 @@ class AutomaticChoice:
         """Decide whether the weights of a model are streamed, before it is attached."""
         parameters = list(model.parameters())
         if (
-            self._config.parameters.enabled != "auto"
-            or not self._resources.clients["parameters"]
+            not self._can_stream
             or world_size() > 1
             or not parameters
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
@@ -181,7 +183,7 @@ class AutomaticChoice:
         else:  # of updates that run, and of the next
             gradients = 2 * max(missing, default=0)
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        return gradients + (self._resources.pinned_bytes if on_host else 0)
+        return gradients + (self._pinned_bytes if on_host else 0)
 
     def effective(self, limit_bytes: int | None) -> OffloadConfig:
         """Return the config with everything decided; `limit_bytes` is that of activations."""
