@@ -56,7 +56,7 @@ class Metrics:
         metrics |= {f"offload/activations/{name}": value for name, value in activations.items()}
         for name in ("speculated_steps", "redone_steps"):
             metrics[f"offload/optimizer/{name}"] = sum((each[name] for each in optimizers), 0.0)
-        elapsed = perf_counter() - self._started_at
+        elapsed = max(1e-9, perf_counter() - self._started_at)  # a clock may stand still
         written, years = 0, math.inf
         for tier in self._config.tiers:
             tier_written = recorder.tier_bytes[tier.name, Direction.WRITE]
