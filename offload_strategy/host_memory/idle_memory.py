@@ -55,7 +55,7 @@ def resident_bytes(figures: FileIO | None = None) -> int | None:
             with _open_figures() as figures:
                 return resident_bytes(figures)
         return int(os.pread(figures.fileno(), 128, 0).split()[1]) * PAGE_BYTES
-    except (OSError, ValueError, IndexError):
+    except (AttributeError, OSError, ValueError, IndexError):  # AttributeError: without os.pread
         return None
 
 
