@@ -356,7 +356,10 @@ class Updater:
     # ------------------------------------------------------------------ states as a whole
     def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
         """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
-        unpacked = UnpackedStates(StateSet([]), states)
+        # Where the optimizer counts its steps, a resumed run goes on with the same random numbers.
+        steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
+        done = max((int(step) for step in steps if step.numel() == 1), default=0)
+        unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), states)
         self._set_states(subgroup, self._pack(subgroup, unpacked))
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:

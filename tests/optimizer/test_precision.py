@@ -1,12 +1,13 @@
 """Stored dtypes, stochastic rounding, master weights and updates in chunks, bit by bit."""
 
+import copy
 import io
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, AdamW
 
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, copy_rounded
 from offload_strategy.optimizer.user_class import inner_step
@@ -207,3 +208,31 @@ def test_small_changes_add_up_only_with_stochastic_rounding(disk):
         assert torch.equal(torch.get_rng_state(), state)
     assert left[False] == 1.0
     assert abs(left[True] - 0.999**99) < 0.01
+
+
+def test_a_resumed_run_rounds_as_one_that_was_not_interrupted(disk):
+    options = {**BFLOAT16, "stochastic_rounding": True, "subgroup_size": "auto"}
+
+    def steps(optimizer, parameter, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            (parameter * torch.arange(9000.0) / (number + 7)).sum().backward()
+            optimizer.step()
+
+    def of(parameter, optimizer):
+        state = optimizer.state[parameter]
+        return {"weight": parameter.detach(), **{n: v for n, v in state.items() if n != "step"}}
+
+    parameter = nn.Parameter(torch.zeros(9000))
+    with offloading(disk, optimizer=options) as engine:
+        optimizer = engine.attach(None, AdamW([parameter], 1e-2))
+        steps(optimizer, parameter, range(3))
+        saved = copy.deepcopy((parameter, optimizer.state_dict()))
+        steps(optimizer, parameter, range(3, 6))
+        expected = of(parameter, optimizer)
+    parameter, states = saved
+    with offloading(disk, optimizer=options) as engine:
+        optimizer = engine.attach(None, AdamW([parameter], 1e-2))
+        optimizer.load_state_dict(states)
+        steps(optimizer, parameter, range(3, 6))
+        assert_same_bits(of(parameter, optimizer), expected)

@@ -154,7 +154,7 @@ class StateSet:
     #: The tensors in the ticket; without a ticket `small` has them.
     stored: list[StoredState] = field(default_factory=list)
     ticket: Ticket | None = None
-    #: How often these states were updated or replaced.
+    #: How often these states were updated; of loaded ones, as far as they tell.
     updates: int = 0
 
     @property
