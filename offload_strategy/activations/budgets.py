@@ -146,7 +146,9 @@ class AutomaticBudget(Budget):
         if self._allowed_seconds > 0:
             begin = perf_counter()
             writes.store.await_writes(CLIENT, room, self._allowed_seconds)
-            self._allowed_seconds -= perf_counter() - begin
+            waited = perf_counter() - begin
+            self._allowed_seconds -= waited
+            trace.held += waited
         return writes.store.writing_bytes <= room
 
     def _backlog_at(self, saved_after: float) -> float:

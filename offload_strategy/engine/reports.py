@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import platform
+from bisect import bisect_right
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import accumulate
 
 import torch
 
@@ -86,9 +88,11 @@ class EngineReports(EngineWeights):
         found = activations.profile([(timing.begin, timing.end) for timing in timings])
         assert found is not None
         updates = []
+        ended = sorted(timings, key=lambda one: one.end)
+        seconds_of = [0.0, *accumulate(one.end - one.begin for one in ended)]
         for timing in sorted(timings, key=lambda one: one.begin):
-            before = sum(other.end - other.begin for other in timings if other.end <= timing.begin)
-            ready = timing.begin - start - before
+            before = bisect_right(ended, timing.begin, key=lambda one: one.end)
+            ready = timing.begin - start - seconds_of[before]
             # What `step()` does comes after all that is computed.
             ready = min(max(ready, found.forward_seconds), found.step_seconds)
             seconds = timing.end - timing.begin - timing.waited

@@ -57,7 +57,9 @@ def _figures_of(profile: Profile, plan: LifetimePlan) -> dict[str, float]:
         float(sum(use.nbytes for lane, use in lanes if lane.endswith(verb)))
         for verb in (" read", " write")
     )
-    rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
+    rest = 0.0
+    if profile.updates:  # without any, what is left is the rounding of these sums
+        rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
     # Updates also compute while training waits for them; a run does not count that as waiting.
     within = min(max(0.0, updating - rest), stalls["updates"])
     return {
