@@ -18,7 +18,7 @@ the budget allows until its end (it takes as long as the one before), less what 
 states and weights will write meanwhile: as much as in the mean of all passes. What others must
 write comes first, and a run is within its budget at the end of every step from the first ones on.
 What it did not use in a pause, it may use later. The first pass, of which no time is known, writes
-all that it may.
+all that it may. What memory has no room for is written all the same.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ import math
 from collections.abc import Mapping
 from timeit import default_timer as perf_counter
 
+import torch
+
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.tier_writes import CLIENT, TierWrites
+from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.telemetry import Direction, get_logger
+from offload_strategy.torch_support import accelerator
 from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size
 
 logger = get_logger(__name__)
@@ -55,6 +59,9 @@ _CHANCE = 0.2
 _GROWTH = 0.02
 #: Steps after which the amount is told.
 _SETTLED = 5
+#: Share of the memory that is free when a pass begins, which what is not written may take; the rest
+#: is for what backward needs besides.
+_KEPT_SHARE = 0.5
 
 
 class Budget:
@@ -207,9 +214,12 @@ class WriteBudget:
         self._started_at = self._pass_began = perf_counter()
         self._passes = 0
         self._room = math.inf
+        #: Bytes that may stay in this pass although they were to leave; None until it is asked.
+        self._memory_room: float | None = None
 
     def begin_pass(self) -> None:
         """Note that a forward pass begins."""
+        self._memory_room = None
         now, passes = perf_counter(), self._passes
         until = 2 * now - self._pass_began - self._started_at
         self._pass_began, self._passes = now, passes + 1
@@ -230,3 +240,12 @@ class WriteBudget:
             return False
         self._room -= nbytes
         return True
+
+    def may_stay(self, nbytes: int, device: torch.device) -> bool:
+        """Return whether the device has memory for an item that is not written, and count it."""
+        if self._memory_room is None:
+            counts = accelerator.has_memory_statistics(device)
+            free = accelerator.available_bytes(device) if counts else available_bytes()
+            self._memory_room = _KEPT_SHARE * free
+        self._memory_room -= nbytes
+        return self._memory_room >= 0

@@ -277,7 +277,8 @@ class ActivationOffload:
         if leaves and self._write_budget is not None:
             in_memory = self._writes.has_room_in_memory(nbytes)  # of a tier, where nothing wears
             within = in_memory or self._write_budget.admits(nbytes)
-            leaves = within or not self._budget.may_stay(trace)
+            stays = not within and self._budget.may_stay(trace)
+            leaves = not (stays and self._write_budget.may_stay(nbytes, device))
         trace.memory_saved.append(trace.alive_bytes())
         if not leaves:
             self._kept_bytes += nbytes

@@ -297,10 +297,14 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(tr
     assert "writes_per_day" not in caplog.text
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
-def test_what_must_move_goes_on_and_is_told_once(training, has_room, caplog, monkeypatch):
+@pytest.mark.parametrize("missing", ["nothing", "room within the limit", "free memory"])
+def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monkeypatch):
     activations, states = training.without_budget()
-    monkeypatch.setattr(Budget, "may_stay", lambda *_: has_room)
+    has_room = missing == "nothing"
+    if missing == "room within the limit":
+        monkeypatch.setattr(Budget, "may_stay", lambda *_: False)
+    elif missing == "free memory":
+        monkeypatch.setattr(budgets, "available_bytes", lambda: 0)
     training.run(training.config(states / 4), steps=20)
     (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
     assert told.startswith("tier nvme: this run has written")
