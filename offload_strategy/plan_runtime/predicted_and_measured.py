@@ -176,7 +176,8 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
         what = (number, tensor.name, tensor.nbytes, path.name)
         moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
-    return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(moves))
+    # Of reads that begin together, the one that is needed first is the first.
+    return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(reversed(moves)))
 
 
 def _text(value: float | None, unit: Unit) -> str:
