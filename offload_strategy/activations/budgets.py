@@ -244,8 +244,11 @@ class WriteBudget:
     def may_stay(self, nbytes: int, device: torch.device) -> bool:
         """Return whether the device has memory for an item that is not written, and count it."""
         if self._memory_room is None:
-            counts = accelerator.has_memory_statistics(device)
-            free = accelerator.available_bytes(device) if counts else available_bytes()
+            if accelerator.has_memory_statistics(device):
+                # What the allocator has and no tensor uses is free, too.
+                free = accelerator.available_bytes(device) - accelerator.allocated_bytes(device)
+            else:
+                free = available_bytes()
             self._memory_room = _KEPT_SHARE * free
         self._memory_room -= nbytes
         return self._memory_room >= 0
