@@ -5,7 +5,7 @@ See [Note: commit] in overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,11 +19,13 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
+    StoredWeight,
     hyper_parameters,
     sums_of_bits,
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
     State,
@@ -58,6 +60,20 @@ class WeightResidency(Protocol):
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
 
+    def content(self, parameter: torch.Tensor) -> object | None:
+        """Return what stands for a weight's values while they stay the same, or None."""
+
+    def is_offloaded(self, parameter: torch.Tensor, content: object) -> bool:
+        """Whether a weight is not in memory, and has the values that this stands for."""
+
+    def store_new(
+        self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
+    ) -> Ticket:
+        """Store new values of a weight, in `tiers` if its own have no room for both."""
+
+    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> None:
+        """Make stored values those of a weight."""
+
 
 class Updater:
     """Runs updates of subgroups whose states are in the store, by the user's own class."""
@@ -86,6 +102,11 @@ class Updater:
         self.precision = precision
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether some weights are streamed."""
+        return self._residency is not None
 
     def _resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
@@ -163,37 +184,72 @@ class Updater:
             with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
-                segments, flat, device = lay_out(current), None, current[0].device
+                contents = self._contents([subgroup.slices[index] for index in indices])
+                rest = [place for place in range(len(indices)) if place not in contents]
+                device, segments = current[0].device, lay_out([current[place] for place in rest])
                 if memory is None and device.type == "cpu":
-                    memory = self._memory_for(current)
+                    memory = self._memory_for([current[place] for place in rest])
+                flat = None
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
                     memory = [segment.view(flat) for segment in segments]
-                for copy, weight, gradient in zip(memory, current, gradients.values(), strict=True):
+                copies = self._with_buffers(memory, current, contents)
+                for copy, weight, gradient in zip(copies, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
                 del current, weight
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.private, record)
             gradient_versions = [gradient._version for gradient in gradients.values()]
-            self._run(subgroup, memory, unpacked, indices)
+            self._run(subgroup, copies, unpacked, indices)
             if gradient_versions != [gradient._version for gradient in gradients.values()]:
                 raise self._unfit(subgroup, "changes gradients, which it did not when it was tried")
-            for copy in memory:
+            for copy in copies:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             record.written_bytes = new.nbytes
             ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
+            for place, content in contents.items():
+                assert self._residency is not None
+                ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)
+                ahead.stored[place] = StoredWeight(ticket, content)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
                 ahead.ticket = self._store.put(flat, "optimizer", tiers)
                 ahead.segments, ahead.new_weights = segments, ()
             return ahead
 
+    def _contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
+        """Return, by position, what stands for the values of whole streamed weights."""
+        if self._residency is None:
+            return {}
+        found = {
+            place: self._residency.content(each.parameter)
+            for place, each in enumerate(slices)
+            if each.rows is None
+        }
+        return {place: content for place, content in found.items() if content is not None}
+
+    def _with_buffers(
+        self,
+        memory: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        streamed: Container[int],
+    ) -> list[torch.Tensor]:
+        """Return memory for copies of weights: a buffer for each streamed one, or `memory`."""
+        found, others = [], iter(memory)
+        for place, weight in enumerate(weights):
+            if place not in streamed:
+                found.append(next(others))
+            else:
+                flat = self._store.borrow("parameters", weight.nbytes, weight.device)
+                found.append(lay_out([weight])[0].view(flat))
+        return found
+
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for copies of weights on the CPU that wait there, or None without room."""
         pool = self._store.pool
-        if not pool.may_wait(sum(weight.nbytes for weight in weights)):
+        if weights and not pool.may_wait(sum(weight.nbytes for weight in weights)):
             return None
         return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 
@@ -207,7 +263,7 @@ class Updater:
         there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
         if there and self._residency is None:
             device = there[0].bits.device
-            same = [each.bits_match(each.current_weights()).to(device) for each in there]
+            same = [each.bits_match().to(device) for each in there]
             for each, unchanged in zip(there, torch.stack(same).tolist(), strict=True):
                 each.unchanged = unchanged
 
@@ -217,12 +273,19 @@ class Updater:
 
         Returns False, and drops the update, if the weights have changed since.
         """
+        parameters, stored = ahead_update.parameters(), ahead_update.stored
+        residency = self._residency
+        # Without those of which nobody can have changed the values.
+        places = [
+            place
+            for place, parameter in enumerate(parameters)
+            if residency is None
+            or place not in stored
+            or not residency.is_offloaded(parameter, stored[place].content)
+        ]
         with self._measured():
-            with self._resident(ahead_update.parameters(), changes=True):
-                weights = ahead_update.current_weights()
-                if ahead_update.unchanged is None:
-                    ahead_update.unchanged = bool(ahead_update.bits_match(weights))
-                if not ahead_update.unchanged:
+            with self._resident([parameters[place] for place in places], changes=True):
+                if not ahead_update.is_unchanged(places):
                     self.drop(ahead_update)
                     return False
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
@@ -230,9 +293,12 @@ class Updater:
                     flat = self._store.take(ahead_update.ticket)
                     new_weights = [segment.view(flat) for segment in ahead_update.segments]
                 self.has_begun = True
-                for weight, new in zip(weights, new_weights, strict=True):
-                    weight.copy_(new)
-                del weight, weights
+                copied = [place for place in places if place not in stored]
+                for place, new in zip(copied, new_weights, strict=True):
+                    ahead_update.weight(place).copy_(new)
+            if residency is not None:
+                for place, each in stored.items():
+                    residency.replace(parameters[place], each.ticket)
             self._set_states(ahead_update.subgroup, ahead_update.states)
             self.has_begun = False
             return True
@@ -240,7 +306,8 @@ class Updater:
     def drop(self, ahead_update: AheadUpdate) -> None:
         """Free an update that will not be committed."""
         ahead_update.new_weights = ()
-        for ticket in (ahead_update.ticket, ahead_update.states.ticket):
+        stored = [each.ticket for each in ahead_update.stored.values()]
+        for ticket in (ahead_update.ticket, ahead_update.states.ticket, *stored):
             if ticket is not None:
                 self._store.free(ticket)
 
@@ -257,7 +324,8 @@ class Updater:
         if ahead_update.ticket is not None:
             self._store.prefetch(ahead_update.ticket)
         if self._residency is not None:
-            self._residency.prefetch(ahead_update.parameters())
+            stored, parameters = ahead_update.stored, enumerate(ahead_update.parameters())
+            self._residency.prefetch(each for place, each in parameters if place not in stored)
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""

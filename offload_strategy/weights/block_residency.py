@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.interrupts import (
     UninterruptedSection,
     default_modes,
@@ -159,6 +160,31 @@ class BlockResidency:
                     acquired.close()
                     self._calls.may_have_readers = True
                     self._make_room(self._most)
+
+    def content(self, parameter: torch.Tensor) -> object | None:
+        """Return what stands for the values of a streamed weight; None if it tells nothing.
+
+        It is the same object only as long as the values are the same.
+        """
+        weight = self._weights.get(parameter)
+        return None if weight is None else weight.content
+
+    def is_offloaded(self, parameter: torch.Tensor, content: object) -> bool:
+        """Whether a streamed weight is not in memory, and has the values that this stands for."""
+        weight = self._weights.get(parameter)
+        return weight is not None and not weight.is_resident and weight.content is content
+
+    def store_new(
+        self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
+    ) -> Ticket:
+        """Store new values of a streamed weight, in `tiers` if its own have no room for both."""
+        ticket: Ticket = self._weights[parameter].store_new(values, tiers)
+        return ticket
+
+    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> None:
+        """Make stored values those of a streamed weight, without loading them."""
+        with self._lock, default_modes():
+            self._weights[parameter].take_ticket(ticket)
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""

@@ -147,6 +147,13 @@ class ShardedWeight(StreamedWeight):
         fsdp_param._init_extensions()
         fsdp_param.reset_sharded_param = self._on_reset
 
+    @property
+    def content(self) -> object | None:
+        """What stands for the values, unless a ticket of new ones would lack the padding."""
+        local = self.local_form
+        whole = local.numel() == self.form.numel() and local.is_contiguous()
+        return super().content if whole else None
+
     def local_values(self) -> torch.Tensor:
         """Return the resident values in the shape of the local tensor, without the padding."""
         return self._without_padding(self.values())

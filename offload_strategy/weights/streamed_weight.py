@@ -52,6 +52,8 @@ class StreamedWeight:
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
         self._version = -1
+        # Is replaced whenever the values may have changed: see `content`.
+        self._content = object()
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
         self.key: weakref.ref[Any] = self.parameter
@@ -98,6 +100,22 @@ class StreamedWeight:
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         last = begin + sum((size - 1) * stride for size, stride in strides)
         return begin if begin >= 0 and last < self.form.numel() else None
+
+    @property
+    def content(self) -> object | None:
+        """What is the same object for as long as the values are the same, or None.
+
+        None if nobody knows, and in host memory, where there is no room for two of each weight.
+        """
+        parameter, ticket = self.parameter(), self._ticket
+        if parameter is None or (self._here and self._may_have_changed(parameter)):
+            return None
+        in_memory = ticket is None or (ticket.entry.tier is not None and not ticket.entry.stripes)
+        return None if in_memory else self._content
+
+    def _may_have_changed(self, parameter: nn.Parameter) -> bool:
+        """Whether resident values may differ from those that were loaded."""
+        return self.changed or parameter._version != self._version
 
     def values(self) -> torch.Tensor:
         """Return the resident values as a plain tensor that shares the version counter."""
@@ -188,8 +206,22 @@ class StreamedWeight:
                 return False
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _UNSHARED_USE_COUNT
 
+    def store_new(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
+        """Offload values for `take_ticket`, to the paths of its own tiers or of these."""
+        return self._put(values, [tier for tier in (*self._tiers, *tiers) if tier.queues])
+
+    def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
+        return self._store.put(
+            values.view(-1).view(torch.uint8),
+            _CLIENT,
+            tiers,
+            whole_pages=True,
+            one_block_at_a_time=self.device.type == "cpu",
+        )
+
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
+        self._content = object()
         if self._here and not self.can_be_offloaded():  # others hold its memory
             with torch.no_grad():
                 self.values().copy_(self._with_form(self._store.get(ticket)))
@@ -206,12 +238,10 @@ class StreamedWeight:
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
-        if self.changed or parameter._version != self._version or self._ticket is None:
-            flat, on_host = self.values().view(-1).view(torch.uint8), self.device.type == "cpu"
-            ticket = self._store.put(
-                flat, _CLIENT, self._tiers, whole_pages=True, one_block_at_a_time=on_host
-            )
-            self._replace_ticket(ticket)
+        if (changed := self._may_have_changed(parameter)) or self._ticket is None:
+            self._replace_ticket(self._put(self.values(), self._tiers))
+            if changed:
+                self._content = object()
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False

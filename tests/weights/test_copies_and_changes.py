@@ -336,6 +336,25 @@ def test_changes_between_steps(model, optimizer, engine, change, from_disk):
     return history
 
 
+@pytest.mark.parametrize("overlap", ["commit"])
+@pytest.mark.parametrize("change", ["in place", "through numpy and dlpack", "data set"])
+@pytest.mark.parametrize("from_disk", [False, True])
+@compared()
+def test_changes_between_backward_and_step(model, optimizer, engine, change, from_disk):
+    """An update that has run by then is dropped, and runs again with the changed weights."""
+    history = []
+    for number in range(3):
+        loss(model, number).backward()
+        if from_disk and engine is not None:
+            on_disk(engine)
+        if number:
+            history.append(CHANGES[change](model) or {})
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(weights(model))
+    return history
+
+
 @pytest.mark.parametrize(
     "change", ["tie", "replace a block", "replace a parameter", "remove a block"]
 )

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from offload_strategy import StorageError
+from offload_strategy import OffloadEngine, StorageError
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.test_recompute import WAYS
@@ -85,6 +85,46 @@ def test_weights_that_do_not_change_are_not_written_again(engine):
         on_disk(engine)
         written.append(moved(engine, "parameters"))
     assert written == written[:1] * 4
+
+
+@pytest.mark.parametrize("overlap", ["commit"])
+def test_a_step_that_commits_neither_reads_nor_writes_streamed_weights(engine):
+    """But for `scale`, which is used outside of a block, so that it may have changed."""
+    model = net()
+    optimizer = engine.attach(model, adamw(model))
+    train(model, optimizer)
+    loss(model).backward()
+    on_disk(engine)
+    before = moved(engine, "parameters", "read"), moved(engine, "parameters")
+    optimizer.step()
+    on_disk(engine)
+    assert moved(engine, "parameters", "read") == before[0]
+    assert moved(engine, "parameters") - before[1] <= model.scale.nbytes
+    assert nearly_all_left(model)
+
+
+@pytest.mark.parametrize("spare", [2, 100], ids=["no room for both", "room for both"])
+def test_new_weights_go_where_there_is_room(tmp_path, spare):
+    """Each weight takes a page of a tier."""
+    plain, model = net(), net()
+    expected = train(plain, adamw(plain), 5)
+    pages = {"weights": len(list(model.parameters())) + spare, "states": 4096}
+    tiers = [{"name": name, "kind": "ssd", "path": str(tmp_path / name)} for name in pages]
+    for tier in tiers:
+        (tmp_path / tier["name"]).mkdir()
+        tier["capacity"] = 4096 * pages[tier["name"]]
+    config = {
+        "tiers": tiers,
+        "activations": {"enabled": False},
+        "optimizer": {"tiers": ["states"], "subgroup_size": 500},
+        "parameters": {"enabled": True, "min_size": 1, "tiers": ["weights"]},
+    }
+    with OffloadEngine(config) as engine:
+        found = train(model, engine.attach(model, adamw(model)), 5)
+        used = engine._resources.tier_used_bytes()["weights"]
+        assert 0 < used <= 4096 * pages["weights"]
+    for got, wanted in zip([*found, weights(model)], [*expected, weights(plain)], strict=True):
+        assert_same_bits(got, wanted)
 
 
 def test_a_whole_pass_reads_each_weight_once(engine):

@@ -17,7 +17,7 @@ memory bandwidth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,14 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredWeight:
+    """New values of a streamed weight, and what stood for those that went into the update."""
+
+    ticket: Ticket
+    content: object
+
+
 @dataclass(eq=False)
 class AheadUpdate:
     """A finished update ahead of `step()`; see [Note: commit]."""
@@ -57,10 +65,12 @@ class AheadUpdate:
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
-    #: Copies of the weights, until they are offloaded to a ticket with these segments.
+    #: Copies of weights, until they are offloaded to a ticket with these segments; but for those
+    #: that are `stored`, by position: see [Note: new values of streamed weights].
     new_weights: Sequence[torch.Tensor]
     segments: Sequence[Segment] = ()
     ticket: Ticket | None = None
+    stored: dict[int, StoredWeight] = field(default_factory=dict)
     #: Whether `step()` has found the same weights; None before it has compared them.
     unchanged: bool | None = None
 
@@ -76,19 +86,27 @@ class AheadUpdate:
             and self.versions == [parameter._version for parameter in self.parameters()]
         )
 
-    def bits_match(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Whether the current weights have the same bits, as a tensor on their device."""
+    def bits_match(self, places: Sequence[int] | None = None) -> torch.Tensor:
+        """Whether weights, or those at these positions, have the same bits, on their device."""
+        places = range(len(self.indices)) if places is None else places
+        weights = [self.weight(place) for place in places]
         if not all(map(packable, weights)):
             return torch.zeros((), dtype=torch.bool, device=self.bits.device)
-        return (self.bits == sums_of_bits(weights)).all()
+        return (self.bits[list(places)] == sums_of_bits(weights)).all()
+
+    def is_unchanged(self, places: Sequence[int]) -> bool:
+        """Whether the weights at these positions are the same, unless it is known."""
+        if self.unchanged is None:
+            self.unchanged = not places or bool(self.bits_match(places))
+        return self.unchanged
 
     def parameters(self) -> list[torch.Tensor]:
         """Whole parameters of the slices that it updated."""
         return [self.subgroup.slices[index].parameter for index in self.indices]
 
-    def current_weights(self) -> list[torch.Tensor]:
-        """Current weights of the slices that it updated."""
-        return [self.subgroup.slices[index].values for index in self.indices]
+    def weight(self, place: int) -> torch.Tensor:
+        """The current weight at a position among those that it updated."""
+        return self.subgroup.slices[self.indices[place]].values
 
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -193,7 +193,8 @@ class _CpuPlacement:
             needed = self._needed(replace(kept, gradients=self._weights))
             most = (1 + WAITING_SHARE) * (needed + process)
             most = min(most, IN_USE_SHARE * self._model.request.room_bytes) - process
-            kept.new_weights = self._waiting_that_fit(kept, min(most, self._room))
+            if not self._settings.streams_weights:
+                kept.new_weights = self._waiting_that_fit(kept, min(most, self._room))
             kept.gradients = self._waiting_that_fit(kept, self._room)
 
     def _waiting_that_fit(self, kept: _InMemory, room: float) -> int:

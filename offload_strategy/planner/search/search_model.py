@@ -9,7 +9,8 @@ the device, where this package runs it, so that states cross the link.
     backward            of each but the last: weights and activations arrive
     backward, update    of the last: gradients leave; states arrive and leave in it, or after it
                         with overlap: off
-    step()              with overlap: commit, new weights arrive from where they waited
+    step()              with overlap: commit, new weights arrive from where they waited; those
+                        of weights on the drives are where they belong already
 
 On the CPU there is no link, and states that are not updated in backward are updated in `step()`.
 Copies take time there: with `overlap: commit` an update runs on copies of the weights, which are
@@ -127,16 +128,16 @@ class SearchModel:
         update += self._fetch(states, placed) + self._send(states, placed)
         if settings.overlap == "commit":
             waiting = placement.split("waiting")  # gradients and new weights
-            commit = StageLoad(_COPIES_OF_COMMIT * copy)
-            update += commit + self._send(2 * weights, waiting)
-            in_memory = waiting.host_bytes - placement.gradient_bytes
-            new_weights = TierSplit(in_memory, weights - in_memory)
-            if settings.streams_weights:
-                # From where they wait to where the old weights are.
-                written = weights * streamed.ssd_share
-                commit += StageLoad(read=new_weights.ssd_bytes, written=written)
-            else:
-                commit += self._fetch(weights, new_weights)
+            # Those of streamed weights on the drives are written to where they belong.
+            stored = int(weights * streamed.ssd_share)
+            copied = weights - stored
+            in_memory = min(copied, waiting.host_bytes - placement.gradient_bytes)
+            copies = StageLoad(_COPIES_OF_COMMIT * copy)
+            update += copies + self._send(weights + copied, waiting)
+            update += self._send(stored, TierSplit(0, stored))
+            if copied:
+                arrives = 0 if self.on_cpu or settings.streams_weights else weights
+                commit = copies + StageLoad(to_device=arrives, read=copied - in_memory)
         elif settings.streams_weights:
             update += self._send(weights, streamed)
             if settings.overlap == "off":
