@@ -187,9 +187,11 @@ class Updater:
                 contents = self._contents([subgroup.slices[index] for index in indices])
                 rest = [place for place in range(len(indices)) if place not in contents]
                 device, segments = current[0].device, lay_out([current[place] for place in rest])
-                if memory is None and device.type == "cpu":
-                    memory = self._memory_for([current[place] for place in rest])
                 flat = None
+                if not rest:
+                    memory = []
+                elif memory is None and device.type == "cpu":
+                    memory = self._memory_for([current[place] for place in rest])
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
                     memory = [segment.view(flat) for segment in segments]
@@ -249,7 +251,7 @@ class Updater:
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for copies of weights on the CPU that wait there, or None without room."""
         pool = self._store.pool
-        if weights and not pool.may_wait(sum(weight.nbytes for weight in weights)):
+        if not pool.may_wait(sum(weight.nbytes for weight in weights)):
             return None
         return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 

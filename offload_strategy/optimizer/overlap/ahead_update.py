@@ -88,11 +88,13 @@ class AheadUpdate:
 
     def bits_match(self, places: Sequence[int] | None = None) -> torch.Tensor:
         """Whether weights, or those at these positions, have the same bits, on their device."""
-        places = range(len(self.indices)) if places is None else places
-        weights = [self.weight(place) for place in places]
+        every = range(len(self.indices))
+        weights = [self.weight(place) for place in (every if places is None else places)]
         if not all(map(packable, weights)):
             return torch.zeros((), dtype=torch.bool, device=self.bits.device)
-        return (self.bits[list(places)] == sums_of_bits(weights)).all()
+        # A list of positions would be copied to the device, which waits for it.
+        bits = self.bits if places is None else torch.stack([self.bits[place] for place in places])
+        return (bits == sums_of_bits(weights)).all()
 
     def is_unchanged(self, places: Sequence[int]) -> bool:
         """Whether the weights at these positions are the same, unless it is known."""
