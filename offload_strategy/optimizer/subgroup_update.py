@@ -71,8 +71,8 @@ class WeightResidency(Protocol):
     ) -> Ticket:
         """Store new values of a weight, in `tiers` if its own have no room for both."""
 
-    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> None:
-        """Make stored values those of a weight."""
+    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
+        """Make stored values those of a weight, if it is streamed still."""
 
 
 class Updater:
@@ -298,9 +298,10 @@ class Updater:
                 copied = [place for place in places if place not in stored]
                 for place, new in zip(copied, new_weights, strict=True):
                     ahead_update.weight(place).copy_(new)
-            if residency is not None:
-                for place, each in stored.items():
-                    residency.replace(parameters[place], each.ticket)
+            for place, each in stored.items():
+                if residency is None or not residency.replace(parameters[place], each.ticket):
+                    weight = ahead_update.weight(place)
+                    weight.copy_(lay_out([weight])[0].view(self._store.take(each.ticket)))
             self._set_states(ahead_update.subgroup, ahead_update.states)
             self.has_begun = False
             return True

@@ -181,10 +181,13 @@ class BlockResidency:
         ticket: Ticket = self._weights[parameter].store_new(values, tiers)
         return ticket
 
-    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> None:
-        """Make stored values those of a streamed weight, without loading them."""
+    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
+        """Make stored values those of a weight without loading them, if it is streamed still."""
         with self._lock, default_modes():
-            self._weights[parameter].take_ticket(ticket)
+            weight = self._weights.get(parameter)
+            if weight is not None:
+                weight.take_ticket(ticket)
+            return weight is not None
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""

@@ -207,8 +207,8 @@ class StreamedWeight:
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _UNSHARED_USE_COUNT
 
     def store_new(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
-        """Offload values for `take_ticket`, to the paths of its own tiers or of these."""
-        return self._put(values, [tier for tier in (*self._tiers, *tiers) if tier.queues])
+        """Offload values for `take_ticket`, to the paths of its own tiers, or to these tiers."""
+        return self._put(values, [*(tier for tier in self._tiers if tier.queues), *tiers])
 
     def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
         return self._store.put(

@@ -103,6 +103,17 @@ def test_a_step_that_commits_neither_reads_nor_writes_streamed_weights(engine):
     assert nearly_all_left(model)
 
 
+@compared()
+def test_a_model_that_is_detached_between_backward_and_step(model, optimizer, engine):
+    history = train(model, optimizer)
+    loss(model).backward()
+    if engine is not None:
+        on_disk(engine)
+        engine.detach_model(model)
+    optimizer.step()
+    return [*history, weights(model)]
+
+
 @pytest.mark.parametrize("spare", [2, 100], ids=["no room for both", "room for both"])
 def test_new_weights_go_where_there_is_room(tmp_path, spare):
     """Each weight takes a page of a tier."""
