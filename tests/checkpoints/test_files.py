@@ -154,8 +154,8 @@ def test_filling_saving_and_loading_take_no_memory_but_a_buffer(disk, target, wa
     save(tensors, target)
     for found in (tensors, load(target)):
         look()
-        # Comparing makes a tensor of a byte an element, one at a time.
-        assert all(bool((tensor == number).all()) for number, tensor in enumerate(found))
+        # Comparing would make tensors, whose memory the C library may keep.
+        assert [tuple(map(float, each.aminmax())) for each in found] == [(n, n) for n in range(12)]
         look()
     assert len(peaks) > 24
     assert max(peaks) < 24 * MiB  # of 192
