@@ -265,7 +265,7 @@ class Updater:
         there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
         if there and self._residency is None:
             device = there[0].bits.device
-            same = [each.bits_match().to(device) for each in there]
+            same = [each.bits_match(range(len(each.indices))).to(device) for each in there]
             for each, unchanged in zip(there, torch.stack(same).tolist(), strict=True):
                 each.unchanged = unchanged
 

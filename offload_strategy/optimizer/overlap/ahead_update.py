@@ -12,6 +12,11 @@ Weights may change between backward and `step()` without their version counters:
 NumPy, fused optimizers of others. So in addition to the versions, the sums of the raw bits are
 compared: wrapping integer sums, which any clipping, scaling or overwriting changes. They run at
 memory bandwidth.
+
+[Note: new values of streamed weights]
+A streamed weight that is offloaded has the values of its ticket, which nobody can change. So its
+new values are written to a ticket of their own, which takes the place of the old one in `step()`:
+neither of them is read.
 """
 
 from __future__ import annotations
@@ -86,14 +91,15 @@ class AheadUpdate:
             and self.versions == [parameter._version for parameter in self.parameters()]
         )
 
-    def bits_match(self, places: Sequence[int] | None = None) -> torch.Tensor:
-        """Whether weights, or those at these positions, have the same bits, on their device."""
-        every = range(len(self.indices))
-        weights = [self.weight(place) for place in (every if places is None else places)]
+    def bits_match(self, places: Sequence[int]) -> torch.Tensor:
+        """Whether the weights at these positions have the same bits, on their device."""
+        weights = [self.weight(place) for place in places]
         if not all(map(packable, weights)):
             return torch.zeros((), dtype=torch.bool, device=self.bits.device)
-        # A list of positions would be copied to the device, which waits for it.
-        bits = self.bits if places is None else torch.stack([self.bits[place] for place in places])
+        bits = self.bits
+        if len(weights) < len(self.indices):
+            # A list of positions would be copied to the device, which waits for it.
+            bits = torch.stack([bits[place] for place in places])
         return (bits == sums_of_bits(weights)).all()
 
     def is_unchanged(self, places: Sequence[int]) -> bool:
