@@ -41,6 +41,9 @@ _ASIDE_SECONDS, _ASIDES = 8.0, 20
 #: Steps between two checkpoints, each of which replaces the one before.
 _EVERY = 40
 
+#: How long a sample waits at most for threads that end by themselves.
+_THREADS_END_SECONDS = 5.0
+
 #: Instead of 65,536, which would take the first half hour to fill.
 KEPT_RECORDS = 4096
 
@@ -159,14 +162,19 @@ class _LongProcess:
         time.sleep(_REST * (time.process_time() - begin))
 
     def _sample(self) -> dict[str, float]:
+        engine = self._training.engine
+        assert engine is not None
         gc.collect()
-        # What was freed and is kept by the C library is no leak.
+        # What was freed and is kept for the next use, by the engine or the C library, is no leak,
+        # and neither are threads that end by themselves when they have had no work for a second.
+        engine._resources.store.trim()
+        deadline = time.monotonic() + _THREADS_END_SECONDS
+        while self._process.num_threads() > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
         ctypes.CDLL(None).malloc_trim(0)
         memory = self._process.memory_full_info()
         unnamed = _unnamed_bytes()
         named = sum(p.lstat().st_blocks * 512 for p in self._place.rglob("*") if p.is_file())
-        engine = self._training.engine
-        assert engine is not None
         used = engine.metrics()["offload/tier/disk/used_bytes"]
         mib = 2.0**20
         values = (
