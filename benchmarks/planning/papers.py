@@ -14,6 +14,7 @@ from offload_strategy.planner.saved_tensor_bytes import Workload, activation_byt
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings, weight_buffers
+from offload_strategy.planner.step_time import Rates, StageLoad
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import SECONDS_PER_YEAR, GiB, format_size, markdown_table
 
@@ -259,6 +260,24 @@ def drives_table() -> str:
     return markdown_table("batch | 1 drive | 2 | 3 | 6 | 12", rows)
 
 
+def machines_table() -> str:
+    """MLP-Offload, section 4.4 and table 1: 70 billion parameters, 4 GPUs in each of 2 machines."""
+    of_a_machine = dataclasses.replace(preset("llama3-70b"), vocabulary=32000).parameters / 2
+    nvme, file_system = (13.5e9, 4.8e9), (6.9e9, 13.7e9)
+    both = [sum(rates) for rates in zip(nvme, file_system, strict=True)]
+    rows = []
+    for what, each, (read, write), paper in (
+        ("ZeRO-3: states and float32 gradients, NVMe", 16, nvme, 168.0),
+        ("MLP-Offload: states, NVMe alone", 12, nvme, 4.8 * 24),
+        ("MLP-Offload: states, NVMe and parallel file system", 12, both, 4.8 * 24),
+    ):
+        moved = each * of_a_machine
+        ours = Rates(read, write).stage("update", StageLoad(read=moved, written=moved)).seconds
+        cells = [f"{moved / 1e9:.0f} GB", f"{ours:.0f} s", f"{paper:.0f} s", _off(ours, paper)]
+        rows.append((what, *cells))
+    return markdown_table("what the drives of a machine hold | each way | ours | paper | ", rows)
+
+
 def tiers_table() -> str:
     """7 billion parameters on a GPU of 80 GB, four sequences of 2048, all layers recomputed."""
     rows = []
@@ -282,6 +301,7 @@ TABLES = (
     lifespan_table,
     host_memory_table,
     drives_table,
+    machines_table,
     tiers_table,
 )
 

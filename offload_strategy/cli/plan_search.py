@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -29,10 +30,15 @@ from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
 from offload_strategy.planner.request import CpuRequest, Request, StateType
-from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml
+from offload_strategy.planner.search.search_result import (
+    SearchResult,
+    Space,
+    config_yaml,
+    rounded,
+)
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import format_size, markdown_list
+from offload_strategy.units import format_size, markdown_list, markdown_table
 
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
@@ -40,6 +46,8 @@ CPU = "cpu"
 _OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 #: Options that have an effect only on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
+#: Options that have an effect only with GPUs.
+_OF_GPUS = ("devices", "machines", "interconnect", "network")
 _PROBE_SECONDS = 0.5
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
@@ -78,7 +86,11 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
     if (file := options.write_config) is not None:
         check_writable(file, options.force)
     found = search(request_of(options, shape), _space(options))
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    growth = machine_growth(found)
+    if options.json:
+        print(json.dumps(found.as_dict() | growth_as_dict(growth), indent=2))
+    else:
+        print(found, *growth_table(growth), sep="\n\n")
     if not found.candidates:
         return 1
     if file is not None:
@@ -116,10 +128,13 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     memory = options.host_memory or available_bytes()
     drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
     if gpu is not None:
-        return Request(shape, gpu, drives, memory, options.flops)
+        given = {name: getattr(options, name) for name in _OF_GPUS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return Request(shape, gpu, drives, memory, options.flops, **given)
+    _refuse(options, _OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
     longest = max(options.sequences or [options.sequence])
-    given = {"flops": options.flops, "update_rate": options.update_rate}
-    cores = measured_cores(shape, longest, quickly=not options.search, **given)
+    rates = {"flops": options.flops, "update_rate": options.update_rate}
+    cores = measured_cores(shape, longest, quickly=not options.search, **rates)
     return CpuRequest(shape, cores, drives, memory, options.duplex)
 
 
@@ -158,14 +173,16 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
     texts = {way: config_yaml(one, options.dir) for way, one in ways.items()}
     best = replace(fastest, candidates=tuple(one.best for one in ways.values()))
     advice = list(doublings(fastest) if ways else fitting(fastest))
+    growth = machine_growth(fastest)
     length = f"Sequences have {options.sequence} tokens ({length_from})."
     if options.json:
-        more = {"length": length, "advice": advice, "configs": texts}
+        more = {"length": length, "advice": advice, "configs": texts} | growth_as_dict(growth)
         print(json.dumps(best.as_dict() | more, indent=2))
     else:
         fits = "It fits; the rows are: " + ", ".join(ways) if ways else "It does not fit"
         title = "To double the speed" if ways else "To make it fit"
-        print(f"{fits}. {length}\n\n{best}\n\n{markdown_list(title, advice)}")
+        print(f"{fits}. {length}", best, *growth_table(growth), sep="\n\n", end="\n\n")
+        print(markdown_list(title, advice))
     for way, text in texts.items():
         # Printed without the comments at the top, which say the same as the tables.
         shown = text.partition("\n\n")[2]
@@ -215,15 +232,21 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
     memory = "memory_bytes" if isinstance(request, CpuRequest) else "host_memory_bytes"
     has, now = getattr(request, memory), fastest.best.tokens_per_second
     gpus = sorted(table("device").values(), key=lambda one: one.flops)
+    on_gpu = Request(request.shape, gpus[0], drives, has)
+    if not isinstance(request, CpuRequest):
+        on_gpu = replace(request, sustained_flops=None)
     changes: dict[str, list[tuple[object, Request | CpuRequest, Space]]] = {
         "a larger batch": [(n * batch, request, replace(space, batch=n * batch)) for n in _MORE],
         "drives": [(f"{n}x", replace(request, drives=drives.times(n)), space) for n in _MORE],
         "memory": [(f"{n}x", replace(request, **{memory: n * has}), space) for n in _MORE],
-        "GPU": [(gpu.name, Request(request.shape, gpu, drives, has), space) for gpu in gpus],
+        "GPU": [(gpu.name, replace(on_gpu, device=gpu), space) for gpu in gpus],
     }
     if isinstance(request, CpuRequest):
-        more = [(n, replace(request, cores=request.cores.times(n))) for n in _MORE]
-        changes["cores"] = [(f"{n}x", changed, space) for n, changed in more]
+        cores = [(n, replace(request, cores=request.cores.times(n))) for n in _MORE]
+        changes["cores"] = [(f"{n}x", changed, space) for n, changed in cores]
+    elif request.machines > 1:
+        counts = [n * request.machines for n in _MORE]
+        changes["machines"] = [(n, replace(request, machines=n), space) for n in counts]
     for what, tried in changes.items():
         for amount, changed, searched in tried:
             found = search(changed, searched)
@@ -234,3 +257,52 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
                 break
         else:
             yield f"{what}: {amount} does not make it twice as fast, nor does less"
+
+
+# ---------------------------------------------------------------------- several machines
+def machine_growth(found: SearchResult) -> dict[int, SearchResult]:
+    """Return the best settings for 1, 2, 4 and so on machines, and for all; {} for one machine."""
+    request, most = found.request, found.request.machines
+    if isinstance(request, CpuRequest) or most == 1:
+        return {}
+    fewer = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    tried = {n: search(replace(request, machines=n), found.space) for n in fewer}
+    return tried | {most: found}
+
+
+def growth_as_dict(growth: dict[int, SearchResult]) -> dict[str, Any]:
+    """Return the best settings by number of machines, for JSON; None where nothing fits."""
+    best = {n: one.best.as_dict() if one.candidates else None for n, one in growth.items()}
+    return {"by_machines": best} if growth else {}
+
+
+def growth_table(growth: dict[int, SearchResult]) -> Iterator[str]:
+    """Yield a table of speed, and of what a step moves, by number of machines, if there is one."""
+    rows, least = [], None
+    for n, found in growth.items():
+        if not found.candidates:
+            rows.append((n, "nothing fits", *[""] * 6))
+            continue
+        one, step = found.best, found.best.step
+        least = least or one.tokens_per_second / n
+        link, exchanged = (
+            step.moved_bytes("to_device", "from_device"),
+            step.moved_bytes("exchanged"),
+        )
+        moved = link, one.read_bytes + one.written_bytes, exchanged
+        rows.append(
+            (
+                n,
+                rounded(one.tokens_per_second),
+                f"{one.tokens_per_second / n / least:.0%}",
+                f"{step.seconds:.2f} s",
+                step.limit,
+                *(f"{nbytes / 1e9:.1f} GB" for nbytes in moved),
+            )
+        )
+    if rows:
+        yield markdown_table(
+            "machines | tokens/s | of linear | step | limits | a link moves | the drives of a "
+            "machine move | a rank exchanges",
+            rows,
+        )

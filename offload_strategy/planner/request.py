@@ -1,6 +1,13 @@
-"""A model, and the figures of a machine: one with a GPU, or one that trains on its CPU.
+"""A model, and the figures of machines: with GPUs, or one that trains on its CPU.
 
 A machine without a GPU has one memory for everything, drives, and no link.
+
+[Note: ranks of a cluster]
+Each device of each machine has a rank, and FSDP2 shards weights, gradients and states over all of
+them. So a rank keeps and updates one part of as many as there are ranks, and moves it through its
+part of the machine's drives and host memory, while it computes all layers for a batch of its own.
+What ranks exchange goes round a ring: each receives all weights but its own part, and so does each
+machine over the network, on the one edge of the ring that ends there.
 
 [Note: costs on the cores]
 The seconds of a pass are those of its FLOP plus a share that grows with the parameters of the
@@ -15,7 +22,7 @@ are written and read, 0.1 s are hooks and 0.1 s are lost to I/O threads (docs/ac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -57,18 +64,30 @@ _YARDSTICK = "a100-80g-pcie"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model and a machine with a GPU."""
+    """A model and a machine with a GPU, or several of both; see [Note: ranks of a cluster]."""
 
     on_cpu: ClassVar[bool] = False
     shape: TransformerShape
     device: Device
-    drives: Drive
-    host_memory_bytes: int
+    drives: Drive  # Of each machine
+    host_memory_bytes: int  # Of each machine
     # FLOP/s of the device; None for the figure of the hardware table
     sustained_flops: float | None = None
+    devices: int = 1  # Of each machine
+    machines: int = 1
+    # Bytes per second between the devices of a machine, in each direction; None for the link, which
+    # then carries both
+    interconnect: float | None = None
+    network: float | None = None  # Bytes per second of each machine, in each direction
 
     def __post_init__(self) -> None:
         require_positive(self, "", "host_memory_bytes", "sustained_flops")
+        require_positive(self, "machine: ", "devices", "machines", "interconnect", "network")
+        if self.machines > 1 and self.network is None:
+            raise ConfigError(
+                f"machine: network is missing, over which {self.machines} machines exchange "
+                f"weights and gradients: give the bytes per second of each of them"
+            )
         positive("machine: flops", self.flops)
         require_positive(self.rates, "machine: rates.", "read", "write", "link")
 
@@ -79,10 +98,26 @@ class Request:
         return self.device.flops * _sustained_share() if given is None else given
 
     @property
+    def ranks(self) -> int:
+        """How many processes train together, one for each device."""
+        return self.machines * self.devices
+
+    @property
+    def shares_link(self) -> bool:
+        """Whether collectives of the devices of a machine go over their links to the host."""
+        return self.devices > 1 and self.interconnect is None
+
+    @property
     def rates(self) -> Rates:
-        """What drives and link move, the link as measured if that is known."""
+        """What a rank's part of the drives and its link move, the link as measured if known."""
         link = self.device.measured_link or self.device.link
-        return Rates(self.drives.read, self.drives.write, link)
+        edges = []  # of the ring in which ranks exchange
+        if self.devices > 1:
+            edges.append(self.interconnect or link)
+        if self.machines > 1 and self.network is not None:
+            edges.append(self.network)
+        read, write = self.drives.read / self.devices, self.drives.write / self.devices
+        return Rates(read, write, link, collectives=min(edges, default=math.inf))
 
     @property
     def cores(self) -> Cores:
@@ -91,18 +126,20 @@ class Request:
 
     @property
     def room_bytes(self) -> int:
-        """Host memory that training may take besides the process itself; less than 0 if none."""
-        return int(_HOST_SHARE * self.host_memory_bytes) - _PROCESS_BYTES
+        """Host memory that a rank may take besides its process itself; less than 0 if none."""
+        return int(_HOST_SHARE * self.host_memory_bytes / self.devices) - _PROCESS_BYTES
 
     @property
     def machine(self) -> str:
         """The machine in words."""
         memory = f"{format_size(self.host_memory_bytes)} of host memory"
-        return f"on {self.device.name} with {self.drives.name} and {memory}"
+        machines = f"{self.machines} machines, each of " if self.machines > 1 else ""
+        devices = f"{self.devices} x " if self.devices > 1 else ""
+        return f"on {machines}{devices}{self.device.name} with {self.drives.name} and {memory}"
 
     def assumptions(self, state_dtypes: Iterable[StateType]) -> list[str]:
         """Return what the figures rest on, a line each, if states may have these types."""
-        device, rates, sources = self.device, self.rates, self.device.sources
+        device, sources = self.device, self.device.sources
         if self.sustained_flops is not None:
             measured = "given"
         elif device.sustained_flops is not None:
@@ -112,9 +149,10 @@ class Request:
             measured = f"{share}; {sources['tflops']}"
         link = sources["measured_link_GBps" if device.measured_link else "link_GBps"]
         return [
+            *self._ranks_assumptions(),
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",
-            f"link: {rates.link / _GB:.0f} GB/s in each direction ({link})",
-            _drives_assumption(rates, self.drives),
+            f"link: {self.rates.link / _GB:.0f} GB/s in each direction ({link})",
+            _drives_assumption(self.drives, duplex=False),
             "everything overlaps as well as it can; measured steps are longer",
             f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
             f"parameter, a float32 copy of the weights among them; weights, gradients and "
@@ -123,11 +161,25 @@ class Request:
             "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
         ]
 
+    def _ranks_assumptions(self) -> Iterator[str]:
+        if self.ranks == 1:
+            return
+        yield (
+            f"{self.ranks} ranks shard weights, gradients and states (FSDP2), and each computes a "
+            f"batch of its own; those of a machine share its drives and host memory evenly"
+        )
+        way = "between devices over the link, which is busy with both"
+        if self.interconnect is not None:
+            way = f"{self.interconnect / _GB:.3g} GB/s between devices"
+        network = f"{(self.network or 0) / _GB:.3g} GB/s of each machine's network"
+        ways = [way] * (self.devices > 1) + [network] * (self.machines > 1)
+        yield f"collectives: {', '.join(ways)}; in rings, whose latency does not count"
 
-def _drives_assumption(rates: Rates, drives: Drive) -> str:
-    when = "both at once" if rates.duplex else "one at a time"
+
+def _drives_assumption(drives: Drive, *, duplex: bool) -> str:
+    when = "both at once" if duplex else "one at a time"
     source = f" ({drives.sources['read_GBps']})" if "read_GBps" in drives.sources else ""
-    read, write = rates.read / _GB, rates.write / _GB
+    read, write = drives.read / _GB, drives.write / _GB
     return f"drives: {read:.3g} GB/s read, {write:.3g} GB/s written, {when}{source}"
 
 
@@ -173,6 +225,10 @@ class CpuRequest:
     """A run on a machine that trains on its CPU in float32."""
 
     on_cpu: ClassVar[bool] = True
+    devices: ClassVar[int] = 1
+    machines: ClassVar[int] = 1
+    ranks: ClassVar[int] = 1
+    shares_link: ClassVar[bool] = False
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives
@@ -211,7 +267,7 @@ class CpuRequest:
             f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
             f"{of['update_rate']}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
             f"{of['copy_rate']}",
-            _drives_assumption(self.rates, self.drives),
+            _drives_assumption(self.drives, duplex=self.duplex),
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
             f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
             f"{of['io_overhead']}",

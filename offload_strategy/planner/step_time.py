@@ -20,20 +20,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Way = Literal["to_device", "from_device", "read", "written"]
+Way = Literal["to_device", "from_device", "read", "written", "exchanged"]
 
 #: Seconds of backward for each second of forward computation (Fuyou, equation 8).
 BACKWARD_OVER_FORWARD = 2.0
 
 
 class StageLoad(NamedTuple):
-    """Seconds of computation of a stage, and bytes over the link and of the paths."""
+    """Seconds of computation of a stage, and bytes over the link, of paths, and between ranks."""
 
     computation: float = 0.0
     to_device: float = 0.0
     from_device: float = 0.0
     read: float = 0.0
     written: float = 0.0
+    exchanged: float = 0.0
 
     def __add__(self, other: StageLoad) -> StageLoad:  # type: ignore[override]
         return StageLoad(*map(operator.add, self, other))
@@ -46,7 +47,8 @@ class Stage:
     name: str
     times: int
     load: StageLoad
-    # Seconds that each resource ("computation", "link", "paths") would take if it were the only one
+    # Seconds that each resource ("computation", "link", "paths", and "collectives" of several
+    # ranks) would take if it were the only one
     limits: Mapping[str, float]
 
     @property
@@ -105,6 +107,8 @@ class Rates:
     io_overhead: float = 0.0
     # Whether a path reads and writes at its rates at the same time; otherwise both share its time
     duplex: bool = False
+    # Rate of collectives: what each rank sends and receives; infinite if there is one rank
+    collectives: float = math.inf
 
     def stage(self, name: str, load: StageLoad, times: int = 1) -> Stage:
         """Return the stage that a load makes."""
@@ -114,4 +118,6 @@ class Rates:
             "link": max(load.to_device, load.from_device) / self.link,
             "paths": max(read, written) if self.duplex else read + written,
         }
+        if math.isfinite(self.collectives):
+            limits["collectives"] = load.exchanged / self.collectives
         return Stage(name, times, load, limits)

@@ -77,20 +77,20 @@ def test_a_model_is_described_by_options_or_a_config_of_hugging_face(plan, tmp_p
 def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    printed = plan(f"{tmp_path} {HERE}")
+    printed = plan(f"{tmp_path} {HERE} {RATES}")
     assert printed.startswith("It fits; the rows are: fastest, in-between, cheapest.")
     assert "64 tokens (the model's context length)" in printed
     assert "To double the speed:\n\n- a larger batch: " in printed
     configs = dict(block.split("\n", 1) for block in printed.split("\n# ")[1:])
     assert list(configs) == ["fastest", "in-between", "cheapest"]
-    data = plan(f"{tmp_path} {HERE} --json")
+    data = plan(f"{tmp_path} {HERE} {RATES} --json")
     rates = [one["tokens_per_second"] for one in data["candidates"]]
     needs = [one["needs_bytes"]["memory"] for one in data["candidates"]]
     assert rates == sorted(rates, reverse=True)
     assert needs == sorted(needs, reverse=True)
     assert needs[0] > needs[-1]
     # With less memory than the last one needs, nothing fits.
-    less = f"{tmp_path} --device cpu --host-memory {int(0.84 * needs[-1] / MiB)}MiB"
+    less = f"{tmp_path} --device cpu {RATES} --host-memory {int(0.84 * needs[-1] / MiB)}MiB"
     assert plan(less, 1).startswith("It does not fit.")
     # What doubles the speed does so by the same model.
     advice = dict(line.split(": ", 1) for line in data["advice"])
@@ -292,6 +292,17 @@ def test_a_batch_of_auto_is_searched_and_what_changes_numbers_has_to_be_allowed(
     assert plain["overlap"] != allowed["overlap"] == "eager"
 
 
+def test_several_machines_shard_the_model_and_the_answer_says_how_speed_grows(plan):
+    words = f"{BOUNDED} --devices 2 --machines 3 --network 25"
+    found = plan(f"{words} --json")
+    assert list(found["by_machines"]) == ["1", "2", "3"]
+    assert found["by_machines"]["3"] == found["candidates"][0]
+    text = plan(words)
+    for part in ("on 3 machines, each of 2 x rtx-4090", "| batch of a device |", "6 ranks shard"):
+        assert part in text
+    assert "\n| 3 | " in text.partition("| machines | tokens/s | of linear |")[2]
+
+
 # ------------------------------------------------------------------ the search on the CPU
 def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
@@ -347,6 +358,8 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --tflops -1", "--tflops: '-1' is not a number above 0"),
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
+        (f"{RUN} --machines 2", "network is missing"),
+        (f"{ON_CPU} {RATES} --devices 2", "--devices: for GPUs"),
         ("gpt5", "there is no model 'gpt5'; the nearest are gpt2"),
         ("gpt2 bert-base", "give one model: gpt2 is one already"),
         ("gpt2 --model bert-base", "give one model"),

@@ -41,7 +41,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 @pytest.mark.skipif(not DOCS.is_file(), reason="needs the source tree")
 def test_the_documentation_shows_what_its_commands_and_tables_print(capsys):
     text = DOCS.read_text()
-    for section in ("## Before you buy", "### Search"):
+    for section in ("## Before you buy", "### Search", "### Several machines"):
         shown = text.split(section)[1]
         command = shown.split("```console\nssd-offload ")[1].split("\n```")[0]
         assert ("--search" in command) == (section == "### Search")

@@ -39,7 +39,7 @@ def drives(rate):
 def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9):
     """One on which everything is short: eight layers, of which each choice matters."""
     shape = TransformerShape("gpt", 8, 2048, 16, 8192, max_positions=1024)
-    gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": ""})
+    gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": "", "sustained_tflops": ""})
     return Request(shape, gpu, drives(disk), host)
 
 
@@ -258,6 +258,55 @@ def test_subgroups_become_smaller_where_host_memory_is_short():
     assert sizes[0] < sizes[-1] == 1 << 22
 
 
+# ------------------------------------------------------------------ several ranks
+def cluster(devices, machines, network=5e9, interconnect=None):
+    ranks = {"devices": devices, "machines": machines}
+    run = small_machine(host=devices * 4 * GiB)
+    return dataclasses.replace(run, network=network, interconnect=interconnect, **ranks)
+
+
+def test_each_rank_moves_its_shard_and_exchanges_the_rest():
+    run = cluster(2, 2, interconnect=20e9)
+    shape, commit = run.shape, placed(run, *COMMITS)
+    step, own = GpuModel(run).step_time(commit), math.ceil(run.shape.parameters / 4)
+    assert commit.split("states").total_bytes == 24 * own
+    assert commit.split("waiting").total_bytes == 4 * own
+    # Forward gathers all weights, backward those of the layers, and reduces all gradients.
+    exchanged = 2 * (3 * shape.parameters - shape.end_parameters) * 3 / 4
+    assert step.moved_bytes("exchanged") == pytest.approx(exchanged)
+    assert sum(stage.limits["collectives"] for stage in step.stages) == pytest.approx(
+        exchanged / 5e9
+    )
+    states = 12 * own * commit.split("states").ssd_share
+    assert step.moved_bytes("read") == pytest.approx(states, rel=0.01)
+    # Two ranks share the drives, and without an interconnect collectives take the link.
+    assert GpuModel(run).rates.read == 0.5e9
+    shared = timed(dataclasses.replace(run, interconnect=None), *COMMITS)
+    ways = "to_device", "from_device"
+    more = shared.moved_bytes(*ways) - step.moved_bytes(*ways)
+    assert more == pytest.approx(2 * exchanged)
+
+
+def test_ranks_need_less_each_and_machines_do_not_slow_each_other():
+    runs = [cluster(2, machines) for machines in (1, 2, 8)]
+    for fewer, more in itertools.pairwise(placed(run, *COMMITS) for run in runs):
+        for before, after in zip(fewer.fits, more.fits, strict=True):
+            assert after.needed_bytes < before.needed_bytes
+    space = Space((1024,), batch=4)
+    one, two, many = (search(run, space).best for run in runs)
+    assert one.tokens_per_second < two.tokens_per_second < many.tokens_per_second
+    assert one.written_bytes > two.written_bytes >= many.written_bytes
+    slow = search(cluster(2, 8, network=1e8), space).best
+    assert slow.step.limit == "collectives"
+    assert slow.tokens_per_second < many.tokens_per_second
+    # A tier is the machine's, and has what both of its ranks keep there.
+    kept = [one.placement.split(kind).host_bytes for kind in ("weights", "activations", "states")]
+    tiers = config_of(search(runs[0], space), one, "/mnt/a")[1].tiers
+    assert sum(tier.capacity for tier in tiers if tier.kind == "dram") == pytest.approx(
+        2 * sum(kept), abs=4 * MiB
+    )
+
+
 # ------------------------------------------------------------------ the config
 @pytest.mark.parametrize(
     "more", [{}, {"overlaps": ("off",)}, {"overlaps": ("eager",)}, {"state_dtypes": ("bfloat16",)}]
@@ -290,6 +339,8 @@ def test_the_config_loads_and_stays_within_host_memory(more):
     [
         (lambda: request(memory=-1), "host_memory_bytes is -1"),
         (lambda: dataclasses.replace(request(), sustained_flops=-1.0), "_flops is -1"),
+        (lambda: cluster(1, 2, network=None), "network is missing, over which 2 machines"),
+        (lambda: cluster(1, 0), "machines is 0"),
         (lambda: Space(()), "sequences is empty"),
         (lambda: Space((1024,), batch=64, overlaps=()), "overlaps is empty"),
         (lambda: Space((0,)), "sequence is 0"),

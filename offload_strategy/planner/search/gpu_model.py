@@ -6,7 +6,9 @@ or three layers, embedding and head. While it computes backward, what one layer 
 the gradient of that; logits and their gradient, for one sequence at a time (a loss that is computed
 in chunks). Gradients leave at once if the update runs in backward; those of several micro-batches
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
-share of the device's memory: offloading more is never faster.
+share of the device's memory: offloading more is never faster. Of several ranks each has a part of
+weights, gradients and states, and for the layers that it computes the weights of all; of the layer
+that computes backward also its whole gradient.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ class GpuModel(SearchModel):
 
     def place(self, settings: Settings) -> Placement:
         """Return where the tensors of a run are, and the memory that this needs."""
-        request, shape = self.request, self.shape
+        request, shape, devices = self.request, self.shape, self.request.devices
         sizes = model_sizes(shape, self.micro_batch(settings))
         host_room = request.room_bytes
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
             each = STATE_BYTES[settings.state_dtype] + WEIGHT_BYTES
-            subgroup = subgroup_size(shape.parameters, each, host_room // SUBGROUPS_SHARE)
+            subgroup = subgroup_size(self.own_parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
         left, device = self._on_device(settings, sizes, in_flight)
         staging = 0
@@ -85,8 +87,8 @@ class GpuModel(SearchModel):
             offloaded=offloaded,
             fits=(
                 Fit("device memory", device, request.device.memory_bytes),
-                Fit("host memory", host, max(0, host_room)),
-                Fit("disk", disk, request.drives.capacity_bytes),
+                Fit("host memory", devices * host, devices * max(0, host_room)),
+                Fit("disk", devices * disk, request.drives.capacity_bytes),
             ),
             subgroup_size=subgroup,
             # Gradients of a device wait in buffers as well; new weights may take half of them.
@@ -102,14 +104,17 @@ class GpuModel(SearchModel):
         saved = int(sizes.saved * (1 - share)) + inputs
         last = sizes.saved_layer if recomputed_layers < shape.layers else sizes.layer_input
         movable = int(sizes.movable * (1 - share)) + recomputed_layers * sizes.movable_input
-        weights = parameters = shape.parameters
-        if settings.streams_weights:
-            weights = settings.blocks_in_flight * shape.layer_parameters + shape.end_parameters
+        parameters, one_rank = self.own_parameters, self.request.ranks == 1
+        whole = settings.blocks_in_flight * shape.layer_parameters + shape.end_parameters
+        weights = whole if settings.streams_weights or not one_rank else 0
+        weights += 0 if settings.streams_weights else parameters
         gradients, states = parameters, STATE_BYTES[settings.state_dtype] * parameters
         if settings.offloads_optimizer:
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
-                gradients = shape.layer_parameters
+                gradients = 0
+        if not (one_rank and gradients):
+            gradients += shape.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
         limit = DEVICE_SHARE * self.request.device.memory_bytes

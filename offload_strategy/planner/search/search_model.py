@@ -12,6 +12,10 @@ the device, where this package runs it, so that states cross the link.
     step()              with overlap: commit, new weights arrive from where they waited; those
                         of weights on the drives are where they belong already
 
+Of several ranks each has a part of weights, gradients and states, its shard. Every forward and
+backward gathers the weights of the others, and backward reduces and scatters gradients. FSDP2 keeps
+embedding and head between forward and backward.
+
 On the CPU there is no link, and states that are not updated in backward are updated in `step()`.
 Copies take time there: with `overlap: commit` an update runs on copies of the weights, which are
 compared with the weights and copied back in `step()`: four passes over the bytes of all weights,
@@ -47,6 +51,8 @@ class SearchModel:
     def __init__(self, request: Request | CpuRequest) -> None:
         self.request, self.on_cpu = request, request.on_cpu
         self.shape, self.rates, self.cores = request.shape, request.rates, request.cores
+        #: Parameters that this rank keeps and updates: all of them, or its shard.
+        self.own_parameters = -(-self.shape.parameters // request.ranks)
 
     def micro_batch(self, settings: Settings) -> Workload:
         """Return the work of a micro-batch, after a check of the settings."""
@@ -59,7 +65,7 @@ class SearchModel:
 
     def leaving(self, settings: Settings, activations: int) -> dict[OffloadedKind, int]:
         """Return the bytes that leave the device by kind, if so many bytes of activations do."""
-        weights = self.dtype_bytes * self.shape.parameters
+        weights = self.dtype_bytes * self.own_parameters
         found: dict[OffloadedKind, int] = {}
         if settings.streams_weights:
             found["weights"] = weights
@@ -68,7 +74,7 @@ class SearchModel:
         if settings.offloads_optimizer:
             if settings.overlap == "commit":
                 found["waiting"] = 2 * weights
-            states = self.state_bytes[settings.state_dtype] * self.shape.parameters
+            states = self.state_bytes[settings.state_dtype] * self.own_parameters
             # `optimizer_need` counts new weights with the updates; here they are among what waits.
             found["states"] = optimizer_need(states, 0, settings.overlap)
         return found
@@ -79,13 +85,16 @@ class SearchModel:
         activations, weights = placement.split("activations"), placement.split("weights")
         forward_seconds, backward_seconds = self._pass_seconds(placement)
         weights_in = self._fetch(weights.total_bytes, weights)
-        forward = StageLoad(forward_seconds) + weights_in
+        gathered = self.shape.parameters
+        gathered_again = gathered - self.shape.end_parameters
+        forward = StageLoad(forward_seconds) + weights_in + self._exchange(gathered)
         forward += self._send(activations.total_bytes, activations)
         backward = StageLoad(backward_seconds) + weights_in
+        backward += self._exchange(gathered_again + self.shape.parameters)
         backward += self._fetch(activations.total_bytes, activations)
         loads = [("forward", forward, passes)]
         if passes > 1:
-            adding = StageLoad(_COPIES_OF_ADDING * self.cores.copy_seconds(self.shape.parameters))
+            adding = StageLoad(_COPIES_OF_ADDING * self.cores.copy_seconds(self.own_parameters))
             loads.append(("backward", backward + adding, passes - 1))
         update, commit = self._update_loads(placement)
         in_backward = settings.overlap != "off" if settings.offloads_optimizer else not self.on_cpu
@@ -115,7 +124,7 @@ class SearchModel:
 
     def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
         """Return the load of the update, and of `step()` after an update that ran in backward."""
-        settings, parameters = placement.settings, self.shape.parameters
+        settings, parameters = placement.settings, self.own_parameters
         copy = self.cores.copy_seconds(parameters)
         update, commit = StageLoad(parameters / self.cores.update_rate), StageLoad()
         if not settings.offloads_optimizer:
@@ -144,6 +153,13 @@ class SearchModel:
                 # In backward they are there anyway; afterwards they are fetched once more.
                 update += self._fetch(weights, streamed)
         return update, commit
+
+    def _exchange(self, parameters: int) -> StageLoad:
+        """Gather all of these from the ranks, or reduce and scatter their gradients."""
+        ranks = self.request.ranks
+        nbytes = self.dtype_bytes * parameters * (ranks - 1) / ranks
+        over_link = nbytes if self.request.shares_link else 0.0
+        return StageLoad(to_device=over_link, from_device=over_link, exchanged=nbytes)
 
     def _fetch(self, nbytes: float, where: TierSplit) -> StageLoad:
         return StageLoad(to_device=0 if self.on_cpu else nbytes, read=nbytes * where.ssd_share)

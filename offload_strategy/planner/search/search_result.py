@@ -91,10 +91,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings, where tensors are with them, and the time of their step."""
+    """Settings, where tensors are with them, and the time of their step.
+
+    Of several ranks all have the same: batch and tensors are those of one, throughput that of all.
+    """
 
     placement: Placement
     step: StepTime
+    devices: int = 1  # Of each machine
+    machines: int = 1
 
     @property
     def settings(self) -> Settings:
@@ -104,7 +109,17 @@ class Candidate:
     @cached_property
     def tokens_per_second(self) -> float:
         """Throughput in tokens per second."""
-        return self.settings.tokens / self.step.seconds
+        return self.machines * self.devices * self.settings.tokens / self.step.seconds
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes that a step reads from the drives of a machine."""
+        return self.devices * self.step.moved_bytes("read")
+
+    @property
+    def written_bytes(self) -> float:
+        """Bytes that a step writes to the drives of a machine."""
+        return self.devices * self.step.moved_bytes("written")
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -134,8 +149,9 @@ class Candidate:
             "host_bytes": {kind: split.host_bytes for kind, split in placement.offloaded.items()},
             "ssd_bytes": {kind: split.ssd_bytes for kind, split in placement.offloaded.items()},
             "link_bytes_per_step": self.step.moved_bytes("to_device", "from_device"),
-            "read_bytes_per_step": self.step.moved_bytes("read"),
-            "written_bytes_per_step": self.step.moved_bytes("written"),
+            "exchanged_bytes_per_step": self.step.moved_bytes("exchanged"),
+            "read_bytes_per_step": self.read_bytes,
+            "written_bytes_per_step": self.written_bytes,
         }
 
 
@@ -183,13 +199,15 @@ class SearchResult:
         """Years of training that the drives last with the best settings, by assumption."""
         if not self.candidates:
             return {}
-        step = self.best.step
-        return self.request.drives.lifespan_years(step.seconds, step.moved_bytes("written"))
+        best = self.best
+        return self.request.drives.lifespan_years(best.step.seconds, best.written_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
         return {
             "parameters": self.request.shape.parameters,
+            "machines": self.request.machines,
+            "devices": self.request.devices,
             "candidates": [one.as_dict() for one in self.candidates],
             # Of the best settings; None if they write nothing.
             "lifespan_years": {
@@ -221,8 +239,9 @@ class SearchResult:
         return "\n\n".join([title, *found, searched, assumed])
 
     def _table(self) -> str:
+        of_each = " of a device" if self.request.ranks > 1 else ""
         head = (
-            "tokens/s | step | limits | batch | micro-batches | sequence | leaves "
+            f"tokens/s | step | limits | batch{of_each} | micro-batches | sequence | leaves "
             f"{'memory' if self.request.on_cpu else 'the device'} | recomputed layers | update"
         )
         rows = (
@@ -250,7 +269,8 @@ class SearchResult:
             return f"The first row offloads nothing: everything fits {where}."
         memory = "in memory" if self.request.on_cpu else "in host memory"
         rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
-        return markdown_table(f"first row | {memory} | on the drives", rows)
+        whose = " of a rank" if self.request.ranks > 1 else ""
+        return markdown_table(f"first row{whose} | {memory} | on the drives", rows)
 
     def _stages(self) -> str:
         """Return the seconds of the best step, by stage and by what takes them."""
@@ -271,8 +291,7 @@ class SearchResult:
 
     def _drives(self) -> str:
         """Return what the best settings write, and how long the drives last."""
-        step = self.best.step
-        written = step.moved_bytes("written")
+        step, written = self.best.step, self.best.written_bytes
         per_day = written / step.seconds * SECONDS_PER_DAY
         rows = [
             ("written in a step", f"{written / 1e9:.1f} GB"),
@@ -281,7 +300,7 @@ class SearchResult:
         if (budget := self.request.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
             activations = self.best.placement.split("activations").ssd_bytes
-            activations *= self.best.settings.micro_batches
+            activations *= self.best.settings.micro_batches * self.request.devices
             others = max(0.0, per_day - activations / step.seconds * SECONDS_PER_DAY)
             shares = f"{per_day / budget:.0%}, without activations {others / budget:.0%}"
             rows.append(("of the budget for a day", shares))
@@ -289,7 +308,8 @@ class SearchResult:
         rows += [(f"lifespan, {name}", f"{years:.2g} years") for name, years in lifespans]
         if self.request.drives.endurance_bytes is None:
             rows.append(("lifespan", "the drive's rating is not known"))
-        return markdown_table("drives | first row", rows)
+        whose = " of a machine" if self.request.machines > 1 else ""
+        return markdown_table(f"drives{whose} | first row", rows)
 
 
 def rounded(number: float) -> str:
@@ -318,7 +338,8 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
             sections[client] = {"enabled": False}
             continue
         names = ["ssd"]
-        capacity = placement.split(kind).host_bytes
+        # The processes of a machine share a tier.
+        capacity = request.devices * placement.split(kind).host_bytes
         if request.on_cpu and settings.overlap == "commit":
             # Old and new states were both counted; the tier holds both for a while.
             capacity //= 2
