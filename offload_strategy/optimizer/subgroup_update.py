@@ -5,12 +5,12 @@ See [Note: commit] in overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from timeit import default_timer as perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,7 +25,6 @@ from offload_strategy.optimizer.overlap.ahead_update import (
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
     State,
@@ -34,6 +33,7 @@ from offload_strategy.optimizer.states.subgroups import (
     UnpackedStates,
     lay_out,
 )
+from offload_strategy.optimizer.updated_weights import UpdatedWeights
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
     rehearse,
@@ -49,32 +49,6 @@ from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.dtensors import is_sharded
 
 
-class WeightResidency(Protocol):
-    """Loads weights that are streamed, for their update."""
-
-    def resident(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        """Keep weights in memory within the context; `changes`: whether they are written there."""
-
-    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Prefetch weights."""
-
-    def content(self, parameter: torch.Tensor) -> object | None:
-        """Return what stands for a weight's values while they stay the same, or None."""
-
-    def is_offloaded(self, parameter: torch.Tensor, content: object) -> bool:
-        """Whether a weight is not in memory, and has the values that this stands for."""
-
-    def store_new(
-        self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
-    ) -> Ticket:
-        """Store new values of a weight, in `tiers` if its own have no room for both."""
-
-    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
-        """Make stored values those of a weight, if it is streamed still."""
-
-
 class Updater:
     """Runs updates of subgroups whose states are in the store, by the user's own class."""
 
@@ -85,7 +59,7 @@ class Updater:
         tiers: Sequence[Tier],
         new_weight_tiers: Sequence[Tier],
         precision: Precision,
-        residency: WeightResidency | None,
+        weights: UpdatedWeights,
         is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
@@ -94,26 +68,14 @@ class Updater:
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
-        self._residency = residency
-        self.streams = UpdateStreams(enabled=residency is None)
+        self.weights = weights
+        self.streams = UpdateStreams(enabled=not weights.streams)
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
         self.precision = precision
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
-
-    @property
-    def streams_weights(self) -> bool:
-        """Whether some weights are streamed."""
-        return self._residency is not None
-
-    def _resident(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        if self._residency is None:
-            return nullcontext()
-        return self._residency.resident(parameters, changes=changes)
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup, looked up again as loading a state replaces it."""
@@ -151,7 +113,7 @@ class Updater:
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
-            with self._resident(parameters, changes=True):
+            with self.weights.resident(parameters, changes=True):
                 weights = []
                 for index, gradient in gradients.items():
                     param_slice = subgroup.slices[index]
@@ -181,10 +143,10 @@ class Updater:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
-            with self._resident(parameters, changes=False):
+            with self.weights.resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
-                contents = self._contents([subgroup.slices[index] for index in indices])
+                contents = self.weights.contents([subgroup.slices[index] for index in indices])
                 rest = [place for place in range(len(indices)) if place not in contents]
                 device, segments = current[0].device, lay_out([current[place] for place in rest])
                 flat = None
@@ -195,7 +157,7 @@ class Updater:
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
                     memory = [segment.view(flat) for segment in segments]
-                copies = self._with_buffers(memory, current, contents)
+                copies = self.weights.with_buffers(memory, current, contents)
                 for copy, weight, gradient in zip(copies, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
@@ -212,41 +174,13 @@ class Updater:
             record.written_bytes = new.nbytes
             ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
             for place, content in contents.items():
-                assert self._residency is not None
-                ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)
+                ticket = self.weights.store_new(parameters[place], copies[place])
                 ahead.stored[place] = StoredWeight(ticket, content)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
                 ahead.ticket = self._store.put(flat, "optimizer", tiers)
                 ahead.segments, ahead.new_weights = segments, ()
             return ahead
-
-    def _contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
-        """Return, by position, what stands for the values of whole streamed weights."""
-        if self._residency is None:
-            return {}
-        found = {
-            place: self._residency.content(each.parameter)
-            for place, each in enumerate(slices)
-            if each.rows is None
-        }
-        return {place: content for place, content in found.items() if content is not None}
-
-    def _with_buffers(
-        self,
-        memory: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        streamed: Container[int],
-    ) -> list[torch.Tensor]:
-        """Return memory for copies of weights: a buffer for each streamed one, or `memory`."""
-        found, others = [], iter(memory)
-        for place, weight in enumerate(weights):
-            if place not in streamed:
-                found.append(next(others))
-            else:
-                flat = self._store.borrow("parameters", weight.nbytes, weight.device)
-                found.append(lay_out([weight])[0].view(flat))
-        return found
 
     def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for copies of weights on the CPU that wait there, or None without room."""
@@ -263,7 +197,7 @@ class Updater:
         On the CPU, `commit` finds the weights that it has compared in the processor's caches.
         """
         there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
-        if there and self._residency is None:
+        if there and not self.weights.streams:
             device = there[0].bits.device
             same = [each.bits_match(range(len(each.indices))).to(device) for each in there]
             for each, unchanged in zip(there, torch.stack(same).tolist(), strict=True):
@@ -276,17 +210,15 @@ class Updater:
         Returns False, and drops the update, if the weights have changed since.
         """
         parameters, stored = ahead_update.parameters(), ahead_update.stored
-        residency = self._residency
         # Without those of which nobody can have changed the values.
         places = [
             place
             for place, parameter in enumerate(parameters)
-            if residency is None
-            or place not in stored
-            or not residency.is_offloaded(parameter, stored[place].content)
+            if place not in stored
+            or not self.weights.is_untouched(parameter, stored[place].content)
         ]
         with self._measured():
-            with self._resident([parameters[place] for place in places], changes=True):
+            with self.weights.resident([parameters[place] for place in places], changes=True):
                 if not ahead_update.is_unchanged(places):
                     self.drop(ahead_update)
                     return False
@@ -299,7 +231,7 @@ class Updater:
                 for place, new in zip(copied, new_weights, strict=True):
                     ahead_update.weight(place).copy_(new)
             for place, each in stored.items():
-                if residency is None or not residency.replace(parameters[place], each.ticket):
+                if not self.weights.replace(parameters[place], each.ticket):
                     weight = ahead_update.weight(place)
                     weight.copy_(lay_out([weight])[0].view(self._store.take(each.ticket)))
             self._set_states(ahead_update.subgroup, ahead_update.states)
@@ -319,16 +251,14 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None and ticket.state is TicketState.STORED:
             self._store.prefetch(ticket)
-        if self._residency is not None:
-            self._residency.prefetch(each.parameter for each in subgroup.slices)
+        self.weights.prefetch(each.parameter for each in subgroup.slices)
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
         if ahead_update.ticket is not None:
             self._store.prefetch(ahead_update.ticket)
-        if self._residency is not None:
-            stored, parameters = ahead_update.stored, enumerate(ahead_update.parameters())
-            self._residency.prefetch(each for place, each in parameters if place not in stored)
+        stored, parameters = ahead_update.stored, enumerate(ahead_update.parameters())
+        self.weights.prefetch(each for place, each in parameters if place not in stored)
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""

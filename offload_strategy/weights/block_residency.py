@@ -169,7 +169,7 @@ class BlockResidency:
         weight = self._weights.get(parameter)
         return None if weight is None else weight.content
 
-    def is_offloaded(self, parameter: torch.Tensor, content: object) -> bool:
+    def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
         """Whether a streamed weight is not in memory, and has the values that this stands for."""
         weight = self._weights.get(parameter)
         return weight is not None and not weight.is_resident and weight.content is content

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from offload_strategy import ConfigError
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
 from tests.distributed.loops import Net, check, config, different, loss_of, same, whole
@@ -35,6 +34,15 @@ def use(sections, *, accelerate=False):
 def batches_of(rows, **options):
     tokens = torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(tokens), batch_size=4, **options)
+
+
+def settings_of(directory, overlap, *, streamed):
+    """A config, and what it moves."""
+    settings, moved = config(directory, overlap), ["activations", "optimizer"]
+    if streamed:
+        settings["parameters"] = STREAMED
+        moved.append("parameters")
+    return settings, moved
 
 
 def fresh():
@@ -109,15 +117,13 @@ def with_fabric(rank, directory):
             ("commit", "again", "ours"),
         ):
             # The registered name is that of a strategy for one device, which becomes another one.
-            use(config(directory, overlap))
+            settings, moved = settings_of(directory, overlap, streamed=name == "again")
+            use(settings)
             ours = fabric_fit(family, "ssd_offload", clip, place, name, resumed)
-            check_with_strategy(plain, ours, family, name)
+            check_with_strategy(plain, ours, family, name, moved=moved)
         files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
         assert same(*files)
         dist.barrier()
-    use({"parameters": {"enabled": True}})
-    with pytest.raises(ConfigError, match="ssd_offload_fsdp"):
-        importlib.import_module(family).Fabric(strategy="ssd_offload", devices=2, accelerator="cpu")
 
 
 def check_with_strategy(plain, ours, *case, kind="DataParallel", **moved):
@@ -179,10 +185,7 @@ def with_accelerate(rank, directory):
         folders = {name: directory / f"{name}-{sharded}" for name in ("plain", "ours")}
         plain = accelerate_fit(folders["plain"], None, sharded=sharded)
         for overlap, source in (("commit", None), ("off", "ours"), ("commit", "plain")):
-            settings, moved = config(directory, overlap), ["activations", "optimizer"]
-            if sharded and source is not None:
-                settings["parameters"] = STREAMED
-                moved.append("parameters")
+            settings, moved = settings_of(directory, overlap, streamed=source is not None)
             place = None if source is None else folders[source]
             ours = accelerate_fit(folders["ours"], settings, place, sharded)
             check((sharded, overlap, source), plain, ours, moved=moved)
@@ -308,9 +311,10 @@ def data_parallel(family, place, clip, runs):
     options = {"gradient_clip_val": clip}
     plain = lightning_fit(family, Behaviour, "ddp", place, "plain", **options)
     for overlap, name, resumed in runs:
-        strategy = strategy_class(family)(config(place, overlap))
+        settings, moved = settings_of(place, overlap, streamed=name == "again")
+        strategy = strategy_class(family)(settings)
         ours = lightning_fit(family, Behaviour, strategy, place, name, resumed, **options)
-        check_with_strategy(plain, ours, place, overlap, name)
+        check_with_strategy(plain, ours, place, overlap, name, moved=moved)
     files = [place / name / "epoch=0.ckpt" for name in ("plain", "ours")]
     one, other = (torch.load(file, weights_only=False) for file in files)
     assert [key for key in one if not same(one[key], other[key])] in ([], ["callbacks"])
@@ -331,10 +335,8 @@ def fsdp(rank, family, directory):
         parallel = pl.strategies.ModelParallelStrategy(2, 1, **options)
         plain = lightning_fit(family, Sharded, parallel, place, "plain")
         for overlap, name, resumed in runs:
-            settings, moved = config(directory, overlap), ["activations", "optimizer"]
-            if name == "again":  # from a checkpoint without streamed weights
-                settings["parameters"] = STREAMED
-                moved.append("parameters")
+            # From a checkpoint without streamed weights.
+            settings, moved = settings_of(directory, overlap, streamed=name == "again")
             use(settings)
             # By its name it saves folders.
             strategy = ours_of(**options) if kind == "file" else "ssd_offload_fsdp"

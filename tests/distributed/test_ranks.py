@@ -142,20 +142,26 @@ CASES = [
     ({"blocks": "with ends"}, ("commit", "eager", "off")),
     ({"blocks": "alone", "static_graph": True}, ("commit",)),
     ({"blocks": "alone", "gradient_as_bucket_view": True}, ("eager",)),
+    ({"streams": True, "loop": {"clip": 0.5}}, ("commit", "off")),
+    ({"streams": True, "loop": {"accumulation": 3}}, ("eager",)),
+    ({"streams": True, "blocks": "with ends"}, ("commit",)),
 ]
 
 
 def against_plain(rank, directory):
     """Every case beside plain training."""
     for number, (case, overlaps) in enumerate(CASES):
+        case, streams = dict(case), case.get("streams", False)
+        case.pop("streams", None)
         plain = train(rank, None, **case)
         for overlap in overlaps:
             used = []  # bytes that were written and read, with shared states and without
             for sharding in (True, False)[: 2 if number < 2 else 1]:
                 sections = config(directory, overlap, sharding=sharding)
+                sections["parameters"] = {"enabled": streams, "min_size": "4KiB"}
                 with early_gradients() as early, OffloadEngine(sections) as engine:
                     ours = train(rank, engine, **case)
-                clients = {"activations", "optimizer"}
+                clients = {"activations", "optimizer"} | ({"parameters"} if streams else set())
                 clients -= {"activations"} if case.get("order") == "optimizer alone" else set()
                 clients -= {"optimizer"} if case.get("optimizer") == "SGD" else set()
                 check((case, overlap, sharding), plain, ours, moved=clients)

@@ -95,11 +95,6 @@ class Refusal:
     error: str  # A pattern that the error's class and message match
 
 
-REFUSED_IN_RANKS = {
-    "weights are streamed in one process, or sharded": Refusal(
-        {"client": STREAMED}, r"^ConfigError: .*parameters\.enabled.*train in one process"
-    )
-}
 SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 
@@ -247,7 +242,7 @@ def plain_loop(combination, sections, model, rank=0):
 def compiled(model, combination):
     """The model, compiled if it is to be."""
     if combination.compiles_blocks:
-        for block in model.blocks:
+        for block in getattr(model, "module", model).blocks:
             block.compile(backend=combination.compile)
         return model
     return model if combination.compile == "no" else torch.compile(model, backend="aot_eager")
@@ -343,7 +338,7 @@ def _sharded(rank, combination, sections):
 def ways_of_ranks(rank=0):
     """The ways of several processes, by name, for one of them."""
     return {
-        "DistributedDataParallel, two ranks": Way(partial(_data_parallel, rank), REFUSED_IN_RANKS),
+        "DistributedDataParallel, two ranks": Way(partial(_data_parallel, rank), {}),
         "FSDP2 (`fully_shard`), two ranks": Way(partial(_sharded, rank), {}),
     }
 

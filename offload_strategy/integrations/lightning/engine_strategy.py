@@ -20,7 +20,6 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.integrations import FAMILIES
 
 if TYPE_CHECKING:
@@ -72,8 +71,6 @@ class EngineOwner:
 class EngineStrategy(EngineOwner, _Strategy):
     """A strategy whose engine offloads what its config says."""
 
-    #: Whether no two processes have the same weights, which only then can be streamed.
-    may_stream_weights = False
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
@@ -81,13 +78,6 @@ class EngineStrategy(EngineOwner, _Strategy):
 
         super().__init__(**options)
         self.config: OffloadConfig = OffloadConfig.load(config)
-        if self.config.parameters.enabled is True and not self.may_stream_weights:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
-                f"process, or those of processes that shard them, and these have a copy each. Use "
-                f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with "
-                f"strategy='ssd_offload' and devices=1"
-            )
 
     @property
     def _family(self) -> str:
@@ -171,7 +161,6 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
 class OneDeviceStrategy(EngineStrategy, _Strategy):
     """A single-device strategy, which becomes a `DDPStrategy` (with options `ddp`) for several."""
 
-    may_stream_weights = True
     parallel_class: type[EngineStrategy]  # for several devices
     precision_option: str
 

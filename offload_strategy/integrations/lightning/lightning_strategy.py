@@ -243,7 +243,6 @@ class ShardedMixin(OffloadStrategyMixin):
     """
 
     strategy_name = "ssd_offload_fsdp"
-    may_stream_weights = True
 
     def setup_environment(self) -> None:
         """Create the process group and the device mesh."""

@@ -176,7 +176,7 @@ class CommittedUpdates(BackwardOverlap):
         edits = self._prediction.predicted
         ready = [subgroup.slices[index] for index in sorted(subgroup.ready)]
         memory = None
-        in_memory = not self._updater.streams_weights
+        in_memory = not self._updater.weights.streams
         if in_memory and all(param_slice.rows is None for param_slice in ready):
             memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
         gradients = {}

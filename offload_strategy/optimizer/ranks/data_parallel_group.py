@@ -164,12 +164,6 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
     modules = list(model.modules())
     groups = [group for module in modules for group in fsdp_groups(module)]
     managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
-    if streams and any(isinstance(module, DistributedDataParallel) for module in modules):
-        raise ConfigError(
-            "attach: parameters.enabled streams the weights of one process, or those of ranks that "
-            "shard them, and this model is a DistributedDataParallel: shard it with fully_shard "
-            "(FSDP2), set parameters.enabled: false, or train in one process."
-        )
     if streams and any(is_sharded(p) and id(p) not in managed for p in model.parameters()):
         raise ConfigError(
             "attach: parameters.enabled streams the weights of models that FSDP2 shards, and "

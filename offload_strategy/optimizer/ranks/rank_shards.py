@@ -109,12 +109,12 @@ class RankShards:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
         group = self._sharding_group
         if group is None:
-            return StepBroadcasts(None, ())
+            return StepBroadcasts(None, (), self._updater.weights)
         has_gradient = group.any_rank(
             [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
         )
         changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
-        return StepBroadcasts(group, changing)
+        return StepBroadcasts(group, changing, self._updater.weights)
 
     # ------------------------------------------------------------------ all states
     def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:

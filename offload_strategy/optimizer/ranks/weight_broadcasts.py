@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
 from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.updated_weights import UpdatedWeights
 from offload_strategy.units import KiB
 
 #: Smaller weights are packed: a message costs as much as sending so many bytes.
@@ -73,11 +74,18 @@ class StepBroadcasts:
 
     Every rank has to begin the same collectives in the same order: that of the subgroups that
     change in this step. Those of other ranks are received at once; this rank's wait until they are
-    updated. Without a group there is nothing to send.
+    updated. Streamed weights follow when all of this rank's are updated, subgroup by subgroup, so
+    that those of few are in memory. Without a group there is nothing to send.
     """
 
-    def __init__(self, dp_group: DataParallelGroup | None, changing: Sequence[Subgroup]) -> None:
+    def __init__(
+        self,
+        dp_group: DataParallelGroup | None,
+        changing: Sequence[Subgroup],
+        weights: UpdatedWeights,
+    ) -> None:
         self.dp_group = dp_group
+        self._weights = weights
         self._upcoming = deque(changing)
         self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
@@ -89,7 +97,7 @@ class StepBroadcasts:
         self._advance()
 
     def _advance(self) -> None:
-        while self.dp_group is not None and self._upcoming:
+        while self.dp_group is not None and not self._weights.streams and self._upcoming:
             subgroup = self._upcoming[0]
             if subgroup.owner == self.dp_group.rank and subgroup not in self._ready:
                 return
@@ -103,6 +111,17 @@ class StepBroadcasts:
         while self._begun:
             self._begun[0].wait()
             self._begun.popleft()
+        while self.dp_group is not None and self._upcoming:
+            subgroup, following = self._upcoming[0], list(self._upcoming)[1:2]
+            rank, weights = self.dp_group.rank, self._weights
+            weights.prefetch(p.parameter for s in following if s.owner == rank for p in s.slices)
+            exchanging = weights.sending if subgroup.owner == rank else weights.receiving
+            with exchanging(subgroup.slices) as values:
+                self._begun.append(WeightBroadcast(self.dp_group, values, subgroup.owner))
+                self._begun[0].wait()
+                self._begun.popleft()
+                del values  # references keep streamed weights in memory
+            self._upcoming.popleft()
 
     def allow_forced_exit(self) -> None:
         """After an error: see [Note: forced exit with pending collectives]."""
