@@ -22,7 +22,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -96,6 +96,16 @@ class HostBuffer:
     def __del__(self) -> None:
         if getattr(self, "pinned", False) and os.getpid() == self._pid:
             unregister_host_memory(self.address)
+
+
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a flat uint8 tensor on the host as a tensor whose storage is that part.
+
+    Whatever saves a tensor saves its storage, with the bytes of others that are in it.
+    """
+    exporter = (ctypes.c_char * part.numel()).from_address(part.data_ptr())
+    cast(Any, exporter).owner = part  # its memory lives as long
+    return torch.frombuffer(exporter, dtype=torch.uint8)
 
 
 def map_private(nbytes: int) -> mmap.mmap:

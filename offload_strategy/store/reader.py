@@ -9,6 +9,7 @@ from timeit import default_timer as perf_counter
 
 import torch
 
+from offload_strategy.host_memory.buffers import with_own_storage
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import ExternalFile
@@ -174,4 +175,6 @@ class Reader:
         payload = memory[entry.begin :]
         if entry.begin % ALIGNMENT_BYTES and entry.device.type == "cpu":
             return self.allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
+        if entry.begin and entry.device.type == "cpu":
+            return with_own_storage(payload)
         return payload
