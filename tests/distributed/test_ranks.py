@@ -123,6 +123,7 @@ def train(
     }
 
 
+STREAMED = {"enabled": True, "min_size": "4KiB"}
 #: What is trained, and the overlaps with which; the first ones without sharing the states as well.
 CASES = [
     ({}, ("commit", "eager", "off")),
@@ -151,14 +152,13 @@ CASES = [
 def against_plain(rank, directory):
     """Every case beside plain training."""
     for number, (case, overlaps) in enumerate(CASES):
-        case, streams = dict(case), case.get("streams", False)
-        case.pop("streams", None)
+        streams = case.pop("streams", False)
         plain = train(rank, None, **case)
         for overlap in overlaps:
             used = []  # bytes that were written and read, with shared states and without
             for sharding in (True, False)[: 2 if number < 2 else 1]:
                 sections = config(directory, overlap, sharding=sharding)
-                sections["parameters"] = {"enabled": streams, "min_size": "4KiB"}
+                sections["parameters"] = {**STREAMED, "enabled": streams}
                 with early_gradients() as early, OffloadEngine(sections) as engine:
                     ours = train(rank, engine, **case)
                 clients = {"activations", "optimizer"} | ({"parameters"} if streams else set())
@@ -187,7 +187,8 @@ def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path):
 # ---------------------------------------------------------------------- other numbers of ranks
 def maybe_offloading(directory, offload):
     """An engine, if anything is to be offloaded."""
-    return OffloadEngine(config(directory, "commit")) if offload else contextlib.nullcontext()
+    sections = {**config(directory, "commit"), "parameters": STREAMED}
+    return OffloadEngine(sections) if offload else contextlib.nullcontext()
 
 
 def one_has_no_room(step, net, optimizer):
@@ -227,7 +228,7 @@ def second_half(rank, directory):
         with maybe_offloading(directory / "disk", offload) as engine:
             runs.append(train(rank, engine, states=states))
     check("from ours", runs[0], runs[1], moved=())
-    check("offloaded", runs[0], runs[2])
+    check("offloaded", runs[0], runs[2], moved=("activations", "optimizer", "parameters"))
 
 
 def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(tmp_path, disk):
