@@ -293,14 +293,9 @@ def test_a_batch_of_auto_is_searched_and_what_changes_numbers_has_to_be_allowed(
 
 
 def test_several_machines_shard_the_model_and_the_answer_says_how_speed_grows(plan):
-    words = f"{BOUNDED} --devices 2 --machines 3 --network 25"
-    found = plan(f"{words} --json")
+    found = plan(f"{BOUNDED} --devices 2 --machines 3 --network 25 --json")
     assert list(found["by_machines"]) == ["1", "2", "3"]
     assert found["by_machines"]["3"] == found["candidates"][0]
-    text = plan(words)
-    for part in ("on 3 machines, each of 2 x rtx-4090", "| batch of a device |", "6 ranks shard"):
-        assert part in text
-    assert "\n| 3 | " in text.partition("| machines | tokens/s | of linear |")[2]
 
 
 # ------------------------------------------------------------------ the search on the CPU
@@ -355,14 +350,12 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --gpu a1000", "no device 'a1000'"),
         (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
         (f"{RUN} --tflops x", "--tflops: 'x' is not a number above 0"),
-        (f"{RUN} --tflops -1", "--tflops: '-1' is not a number above 0"),
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (f"{RUN} --machines 2", "network is missing"),
         (f"{ON_CPU} {RATES} --devices 2", "--devices: for GPUs"),
         ("gpt5", "there is no model 'gpt5'; the nearest are gpt2"),
         ("gpt2 bert-base", "give one model: gpt2 is one already"),
-        ("gpt2 --model bert-base", "give one model"),
         # With a search, or for one.
         (f"{SEARCHED} --max-batch 16 --tolerance 0", "--max-batch, --tolerance: give --search"),
         (f"{SEARCHED} --search", "give --sequence as well"),
@@ -372,7 +365,6 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         # On the CPU.
         (f"{ON_CPU} --read 0.6", "give both of --read and --write"),
         (f"{ON_CPU} {RATES} --ssd P5510", "give --ssd, or --read and --write"),
-        (f"{ON_CPU} {RATES} --host-memory much", "--host-memory:"),
         (f"{ON_CPU} --dir /nowhere {RATES}", "/nowhere: No such file"),
     ],
 )
