@@ -129,7 +129,8 @@ def _two_devices():
         pytest.skip("needs two devices")
 
 
-@pytest.mark.parametrize(("sharded", "streamed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("overlap", "host"), [("commit", None), ("eager", "64MiB"), ("off", None)])
 def test_the_bits_are_the_same(tmp_path, sharded, overlap, host, streamed):
     options = {"sharded": sharded, "overlap": overlap, "host": host, "streamed": streamed}

@@ -336,7 +336,6 @@ def test_the_config_loads_and_stays_within_host_memory(more):
         (lambda: cluster(1, 2, network=None), "network is missing, over which 2 machines"),
         (lambda: cluster(1, 0), "machines is 0"),
         (lambda: Space(()), "sequences is empty"),
-        (lambda: Space((0,)), "sequence is 0"),
         (lambda: Space((1024,), max_tokens=100), "less than one sequence of 1024 tokens"),
         (lambda: Space((1024,), tolerance=1), "tolerance is 1"),
         (lambda: Workload(1, -3), "workload: sequence is -3; give a number above 0"),
