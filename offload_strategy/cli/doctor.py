@@ -18,6 +18,7 @@ from offload_strategy.cli import machine_checks, path_checks
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.cli.options import Command, Option
 from offload_strategy.config import OffloadConfig
+from offload_strategy.config.directories import local_processes
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.io.backends.protocol import available_backends
@@ -75,7 +76,7 @@ def _backends(config: OffloadConfig) -> Iterator[Check]:
 def _memory(config: OffloadConfig) -> Iterator[Check]:
     yield machine_checks.check_gpu()
     yield machine_checks.check_cufile(torch.cuda.is_available())
-    processes = machine_checks.local_processes()
+    processes = local_processes()
     each = "; each has buffers and spaces of its own" if processes > 1 else ""
     yield Check("processes", OK, f"{processes} on this machine{each}")
     memory = psutil.virtual_memory()

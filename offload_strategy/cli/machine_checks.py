@@ -7,7 +7,6 @@ machine.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -161,12 +160,6 @@ def check_open_files(limit: int | None) -> Check:
         advice = f"ulimit -n {_FEW_FILES}: data loaders need many"
         return Check("open files", WARNING, f"at most {limit}", advice)
     return Check("open files", OK, "unlimited" if limit is None else f"at most {limit}")
-
-
-def local_processes() -> int:
-    """Return the number of training processes on this machine, from launchers such as torchrun."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def resource_limit(name: str) -> int | None:

@@ -36,6 +36,12 @@ def default_directory() -> Path:
     return fallback if is_memory_filesystem(directory) and fallback.is_dir() else directory
 
 
+def local_processes() -> int:
+    """Return how many processes the launcher has started on this machine; 1 if it does not say."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said)) if said.isdecimal() else 1
+
+
 def expand_path(path: str) -> str:
     """Expand '~' and '$VARIABLES' and make a path absolute: other processes may start elsewhere."""
     if not path.strip():

@@ -19,6 +19,7 @@ from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_o
 from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
+from offload_strategy.config.directories import local_processes
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
@@ -29,7 +30,7 @@ from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
+from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, world_size
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
@@ -74,7 +75,8 @@ class OffloadEngine(EngineReports):
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
-        processes = local_processes() if processes is None else processes
+        if processes is None:
+            processes = local_processes() if world_size() > 1 else 1
         divided = self.config.divided(processes)
         self._resources = Resources(divided, self._recorder, processes)
         self._metrics = Metrics(divided, self._resources)

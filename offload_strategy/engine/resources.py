@@ -54,7 +54,8 @@ class Resources:
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
                 for tier in tiers
                 for path in tier.paths
-            ]
+            ],
+            processes if processes > 1 else None,
         )
         # It notices what a checksum would.
         cipher = BlockCipher(config.io.block_size) if config.io.encryption else None

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from timeit import default_timer as perf_counter
 
+from offload_strategy.config.directories import local_processes
 from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB
@@ -132,7 +133,7 @@ class PathLock:
 
     def _count_others(self) -> int:
         if self._presence is None:
-            return max(0, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) - 1)
+            return local_processes() - 1
         with open(_SOCKET_TABLE, errors="replace") as table:
             names = (line.partition("@" + self._prefix)[2] for line in table)
             pids = {name.partition("/")[0] for name in names if name}

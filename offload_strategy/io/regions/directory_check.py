@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from offload_strategy.config.directories import local_processes
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import MiB, format_size
 
@@ -97,12 +98,17 @@ def _of_others(path: Path) -> str | None:
     return None
 
 
-def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
+def check_capacities(
+    tiers: Sequence[tuple[str, Path, int | None]], processes: int | None = None
+) -> None:
     """Check that the tiers on one file system fit together, for all processes of this machine.
 
     Opening a region checks each tier alone. `tiers` has for each path of an ssd tier the tier's
-    name, the path, and the bytes that it may take there, or None for what is free. Raises
-    ConfigError if they do not fit, or two tiers name the same block device.
+    name, the path, and the bytes that it may take there, or None for what is free. `processes` is
+    their number, or None for what their launcher says.
+
+    Raises:
+        ConfigError: they do not fit, or two tiers name the same block device.
     """
     on: dict[int, list[tuple[str, Path, int | None]]] = {}
     devices: dict[int, str] = {}
@@ -123,12 +129,12 @@ def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
             on.setdefault(status.st_dev, []).append((name, path, capacity))
     for number, here in on.items():
         with suppress(OSError):  # opening its region says more
-            _check_file_system(number, here)
+            _check_file_system(number, here, processes or local_processes())
 
 
-def _check_file_system(number: int, here: list[tuple[str, Path, int | None]]) -> None:
+def _check_file_system(number: int, here: list[tuple[str, Path, int | None]], started: int) -> None:
     asked = [
-        (name, capacity, 1 + sum(device == number for device in _devices_of_others(path)))
+        (name, capacity, 1 + sum(device == number for device in _devices_of_others(path, started)))
         for name, path, capacity in here
         if capacity is not None
     ]
@@ -149,7 +155,7 @@ def _check_file_system(number: int, here: list[tuple[str, Path, int | None]]) ->
     advice = f"lower them to {format_size(share)} together"
     if processes > 1:
         advice += (
-            f" for each of the {processes} processes (LOCAL_WORLD_SIZE), or give each process its "
+            f" for each of the {processes} processes, or give each process its "
             f"own disk with $LOCAL_RANK in the path"
         )
     raise ConfigError(
@@ -160,20 +166,17 @@ def _check_file_system(number: int, here: list[tuple[str, Path, int | None]]) ->
     )
 
 
-def _devices_of_others(path: Path) -> Iterator[int]:
+def _devices_of_others(path: Path, processes: int) -> Iterator[int]:
     """Yield the file systems of the same tier in the other processes of this machine.
 
     If $LOCAL_RANK is part of the path, their paths follow from ours: our rank, where it appears,
     becomes theirs. All processes share a path without our rank.
     """
     rank = os.environ.get("LOCAL_RANK", "")
-    try:
-        size, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(rank or "0")
-    except ValueError:
-        return
+    own = int(rank) if rank.isdecimal() and processes > 1 else 0
     ours, text = path.stat().st_dev, str(path)
     found = [match.span() for match in re.finditer(rf"(?<!\d){own}(?!\d)", text)]
-    for other in range(size):
+    for other in range(processes):
         if other != own:
             # Any of the numbers may be the rank, or all of them.
             names = [text[:begin] + str(other) + text[end:] for begin, end in found]

@@ -10,7 +10,6 @@ planned, which is the same on all ranks, so no communication is needed.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,11 +183,3 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
             "the optimizer in host memory, and this engine moves them too. Leave the policy out, "
             "or set optimizer.enabled and parameters.enabled to false."
         )
-
-
-def local_processes() -> int:
-    """How many processes of this job are on this machine, as their launcher says."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(said)) if said.isdigit() else 1
