@@ -11,6 +11,7 @@ from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,7 @@ from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, world_size
+from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
@@ -76,7 +77,8 @@ class OffloadEngine(EngineReports):
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
         if processes is None:
-            processes = local_processes() if world_size() > 1 else 1
+            in_group = dist.is_available() and dist.is_initialized()
+            processes = local_processes() if in_group else 1
         divided = self.config.divided(processes)
         self._resources = Resources(divided, self._recorder, processes)
         self._metrics = Metrics(divided, self._resources)
