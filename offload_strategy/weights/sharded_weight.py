@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 from offload_strategy.torch_support.dtensors import fsdp_groups
 from offload_strategy.weights.guarded_parameter import nan_placeholder
@@ -148,8 +149,8 @@ class ShardedWeight(StreamedWeight):
         fsdp_param.reset_sharded_param = self._on_reset
 
     @property
-    def content(self) -> object | None:
-        """What stands for the values, unless a ticket of new ones would lack the padding."""
+    def content(self) -> Ticket | None:
+        """The ticket of the values of now, unless one of new values would lack the padding."""
         local = self.local_form
         whole = local.numel() == self.form.numel() and local.is_contiguous()
         return super().content if whole else None

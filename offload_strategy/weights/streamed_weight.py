@@ -52,8 +52,6 @@ class StreamedWeight:
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
         self._version = -1
-        # Is replaced whenever the values may have changed: see `content`.
-        self._content = object()
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
         self.key: weakref.ref[Any] = self.parameter
@@ -102,8 +100,8 @@ class StreamedWeight:
         return begin if begin >= 0 and last < self.form.numel() else None
 
     @property
-    def content(self) -> object | None:
-        """What is the same object for as long as the values are the same, or None.
+    def content(self) -> Ticket | None:
+        """The ticket that has the values of now, or None; changed values get another one.
 
         None if nobody knows, and in host memory, where there is no room for two of each weight.
         """
@@ -111,7 +109,7 @@ class StreamedWeight:
         if parameter is None or (self._here and self._may_have_changed(parameter)):
             return None
         in_memory = ticket is None or (ticket.entry.tier is not None and not ticket.entry.stripes)
-        return None if in_memory else self._content
+        return None if in_memory else ticket
 
     def _may_have_changed(self, parameter: nn.Parameter) -> bool:
         """Whether resident values may differ from those that were loaded."""
@@ -221,7 +219,6 @@ class StreamedWeight:
 
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
-        self._content = object()
         if self._here and not self.can_be_offloaded():  # others hold its memory
             with torch.no_grad():
                 self.values().copy_(self._with_form(self._store.get(ticket)))
@@ -238,10 +235,8 @@ class StreamedWeight:
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
-        if (changed := self._may_have_changed(parameter)) or self._ticket is None:
+        if self._may_have_changed(parameter) or self._ticket is None:
             self._replace_ticket(self._put(self.values(), self._tiers))
-            if changed:
-                self._content = object()
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False
