@@ -18,11 +18,13 @@ leave the call in which they are. A thread that stays in a call is waited for on
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +55,9 @@ _NO_READERS = (
     "torch.autograd",
     "offload_strategy",
 )
+
+
+_frames_lock = threading.Lock()
 
 
 class BlockResidency:
@@ -329,6 +334,22 @@ class _CallsInProgress:
         own = threading.get_ident()
         return {
             (thread, id(frame), frame.f_lasti)
-            for thread, frame in sys._current_frames().items()
+            for thread, frame in _current_frames().items()
             if thread != own and not frame.f_globals.get("__name__", "").startswith(_NO_READERS)
         }
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """Return the frame of each thread.
+
+    CPython 3.11 makes them while it holds a lock that the garbage collector may wait for: that
+    frees `threading.local` objects, and its callbacks close engines (CPython issue 106883).
+    """
+    with _frames_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()

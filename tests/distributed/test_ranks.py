@@ -86,9 +86,8 @@ def train(
 ):
     """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
 
-    `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states; all
-    other options are those of `DistributedDataParallel`. Returns what `run_steps` does, weights,
-    and the state dict.
+    `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states. Others
+    are those of `DistributedDataParallel`. Returns what `run_steps` does, weights and states.
     """
     torch.manual_seed(0)
     net = Net() if blocks is None else Recomputed(blocks == "with ends")

@@ -332,7 +332,6 @@ def test_the_config_loads_and_stays_within_host_memory(more):
     ("make", "message"),
     [
         (lambda: request(memory=-1), "host_memory_bytes is -1"),
-        (lambda: dataclasses.replace(request(), sustained_flops=-1.0), "_flops is -1"),
         (lambda: cluster(1, 2, network=None), "network is missing, over which 2 machines"),
         (lambda: cluster(1, 0), "machines is 0"),
         (lambda: Space(()), "sequences is empty"),

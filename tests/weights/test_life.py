@@ -11,6 +11,7 @@ import torch
 
 from offload_strategy import OffloadEngine, StorageError
 from offload_strategy.store.ticket import TicketState
+from offload_strategy.weights import block_residency
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
@@ -394,3 +395,10 @@ def test_backward_on_another_thread(model, optimizer):
         return value
 
     return train(model, optimizer, loss_of=loss_of)
+
+
+def test_no_garbage_is_collected_while_frames_are_read(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
+    assert block_residency._current_frames() == {}
+    assert [*seen, gc.isenabled()] == [False, True]
