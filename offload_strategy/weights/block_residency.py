@@ -57,7 +57,7 @@ _NO_READERS = (
 )
 
 
-_frames_lock = threading.Lock()
+_frames_lock = threading.RLock()
 
 
 class BlockResidency:
