@@ -31,6 +31,7 @@ from peers import PEERS, Peer  # noqa: E402
 #: Nearly everything of a tiny model leaves, to a disk.
 CONFIG = {
     "mode": "always",
+    "parameters": {"enabled": True, "min_size": 1},
     "activations": {"min_size": 1, "budget": "100%"},
     "memory": {"pinned": "256MiB"},
 }

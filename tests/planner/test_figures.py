@@ -196,7 +196,6 @@ def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):
     ("find", "written", "name"),
     [
         (hardware.device, "a100-80g", "a100-80g-pcie"),
-        (hardware.device, "A100 80GB", "a100-80g-pcie"),
         (hardware.device, "RTX 4090", "rtx-4090"),
         # As their driver calls them.
         (hardware.device_called, "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
