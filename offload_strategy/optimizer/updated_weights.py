@@ -1,7 +1,8 @@
 """The weights that an optimizer updates: ordinary ones, and streamed ones.
 
-Streamed weights get new values without reading the old ones: values are stored next to those, and
-then take their place. See [Note: commit] in overlap/ahead_update.py.
+Whole streamed weights get new values without reading the old ones: values are stored next to those,
+and then take their place. Weights that are updated in slices are read. See [Note: commit] in
+overlap/ahead_update.py.
 """
 
 from __future__ import annotations
@@ -141,3 +142,4 @@ class UpdatedWeights:
             yield values
             for place in offloaded:
                 self.replace(parameters[place], self.store_new(parameters[place], values[place]))
+            del values  # views of slices would keep their weights in memory

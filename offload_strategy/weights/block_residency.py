@@ -347,8 +347,8 @@ def _current_frames() -> dict[int, FrameType]:
     """
     with _frames_lock:
         collects = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             return sys._current_frames()
         finally:
             if collects:

@@ -8,7 +8,7 @@ in chunks). Gradients leave at once if the update runs in backward; those of sev
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
 share of the device's memory: offloading more is never faster. Of several ranks each has a part of
 weights, gradients and states, and for the layers that it computes the weights of all; of the layer
-that computes backward also its whole gradient.
+that computes backward also its whole gradient, and those of embedding and head until backward ends.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ class GpuModel(SearchModel):
             # Host buffers without which nothing can be offloaded; more if there is memory for them.
             staging = in_flight + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
             if settings.offloads_optimizer:
-                staging += WEIGHT_BYTES * shape.layer_parameters
+                staging += WEIGHT_BYTES * shape.layer_parameters // request.ranks
             if settings.streams_weights:
-                staging += weights_in_flight_bytes(shape, settings.blocks_in_flight)
+                blocks = settings.blocks_in_flight
+                staging += weights_in_flight_bytes(shape, blocks) // request.ranks
             staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE))
         leaving, room = self.leaving(settings, left), max(0, host_room - staging)
         offloaded: dict[OffloadedKind, TierSplit] = {}
@@ -113,8 +114,10 @@ class GpuModel(SearchModel):
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
                 gradients = 0
-        if not (one_rank and gradients):
-            gradients += shape.layer_parameters
+        if not one_rank:
+            gradients += shape.layer_parameters + shape.end_parameters
+        elif not gradients:
+            gradients = shape.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
         limit = DEVICE_SHARE * self.request.device.memory_bytes

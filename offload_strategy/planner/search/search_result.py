@@ -136,7 +136,11 @@ class Candidate:
         return self.settings.overlap + (f", {self.settings.state_dtype}" if narrow else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures with units in their names."""
+        """Return the figures with units in their names.
+
+        Of several ranks `needs_bytes` are of a device and of a machine, and so is what the drives
+        read and write; `host_bytes`, `ssd_bytes`, and what links and collectives move, of a rank.
+        """
         placement = self.placement
         return {
             "tokens_per_second": self.tokens_per_second,
