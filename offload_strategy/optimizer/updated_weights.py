@@ -7,8 +7,8 @@ overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -121,25 +121,38 @@ class UpdatedWeights:
         return self._residency is not None and self._residency.replace(parameter, ticket)
 
     # ------------------------------------------------------------------ other ranks
-    @contextmanager
-    def sending(self, slices: Sequence[ParameterSlice]) -> Iterator[list[torch.Tensor]]:
-        """Yield the values of weights, which stay in memory within the context."""
-        with self.resident([each.parameter for each in slices], changes=False):
-            yield [each.values for each in slices]
+    def memory_for(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
+        """Return memory for values of weights."""
+        found = []
+        for each in slices:
+            whole = each.parameter  # has shape and strides although it may not be in memory
+            form = torch.empty_strided(
+                whole.shape, whole.stride(), dtype=whole.dtype, device="meta"
+            )
+            segment = lay_out([each.of(form)])[0]
+            flat = self._store.borrow("parameters", segment.end, whole.device)
+            found.append(segment.view(flat))
+        return found
 
-    @contextmanager
-    def receiving(self, slices: Sequence[ParameterSlice]) -> Iterator[list[torch.Tensor]]:
-        """Yield memory that is filled within the context with the new values of weights."""
-        offloaded = [
+    def copies(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
+        """Return copies of weights, which need not stay in memory while they are sent."""
+        copies = self.memory_for(slices)
+        with self.resident([each.parameter for each in slices], changes=False):
+            for copy, each in zip(copies, slices, strict=True):
+                copy.copy_(each.values)
+        return copies
+
+    def set_values(self, slices: Sequence[ParameterSlice], values: Sequence[torch.Tensor]) -> None:
+        """Give weights new values, which lie in `memory_for` them."""
+        offloaded = {
             place
             for place, content in self.contents(slices).items()
             if self.is_untouched(slices[place].parameter, content)
-        ]
-        rest = [each for place, each in enumerate(slices) if place not in offloaded]
-        with self.resident([each.parameter for each in rest], changes=True):
-            parameters = [each.parameter for each in slices]
-            values = self.with_buffers([each.values for each in rest], parameters, offloaded)
-            yield values
-            for place in offloaded:
-                self.replace(parameters[place], self.store_new(parameters[place], values[place]))
-            del values  # views of slices would keep their weights in memory
+        }
+        rest = [place for place in range(len(slices)) if place not in offloaded]
+        with self.resident([slices[place].parameter for place in rest], changes=True):
+            for place in rest:
+                slices[place].values.copy_(values[place])
+        for place in offloaded:
+            parameter = slices[place].parameter
+            self.replace(parameter, self.store_new(parameter, values[place]))

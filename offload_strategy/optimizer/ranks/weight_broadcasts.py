@@ -115,12 +115,15 @@ class StepBroadcasts:
             subgroup, following = self._upcoming[0], list(self._upcoming)[1:2]
             rank, weights = self.dp_group.rank, self._weights
             weights.prefetch(p.parameter for s in following if s.owner == rank for p in s.slices)
-            exchanging = weights.sending if subgroup.owner == rank else weights.receiving
-            with exchanging(subgroup.slices) as values:
-                self._begun.append(WeightBroadcast(self.dp_group, values, subgroup.owner))
-                self._begun[0].wait()
-                self._begun.popleft()
-                del values  # references keep streamed weights in memory
+            sends, slices = subgroup.owner == rank, subgroup.slices
+            values = weights.copies(slices) if sends else weights.memory_for(slices)
+            # Nothing of this rank is held while it waits for others.
+            self._begun.append(WeightBroadcast(self.dp_group, values, subgroup.owner))
+            self._begun[0].wait()
+            self._begun.popleft()
+            if not sends:
+                weights.set_values(slices, values)
+            del values
             self._upcoming.popleft()
 
     def allow_forced_exit(self) -> None:
