@@ -172,14 +172,13 @@ class _LongProcess:
         while self._process.num_threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.1)
         ctypes.CDLL(None).malloc_trim(0)
-        memory = self._process.memory_full_info()
         unnamed = _unnamed_bytes()
         named = sum(p.lstat().st_blocks * 512 for p in self._place.rglob("*") if p.is_file())
         used = engine.metrics()["offload/tier/disk/used_bytes"]
         mib = 2.0**20
         values = (
-            memory.rss / mib,
-            memory.uss / mib,
+            self._process.memory_info().rss / mib,
+            _anonymous_bytes() / mib,
             self._process.num_fds(),
             self._process.num_threads(),
             unnamed / mib,
@@ -202,6 +201,12 @@ def _figures(found: dict[str, Any]) -> dict[str, Any]:
 
 def _silent(what: str, value: Any) -> None:
     """Nobody asks."""
+
+
+def _anonymous_bytes() -> int:
+    """Memory of no file: pages of libraries come and go with what other processes do."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(rollup.partition("Anonymous:")[2].split()[0])
 
 
 def _unnamed_bytes() -> int:

@@ -16,7 +16,7 @@ from benchmarks.soak.slopes import METHOD, WARM_UP, Slope, slope, thinned
 #: What is sampled, with units.
 SERIES = {
     "resident memory": "MiB",
-    "unique memory": "MiB",
+    "anonymous memory": "MiB",
     "open files": "files",
     "threads": "threads",
     "disk, unnamed files": "MiB",
