@@ -136,22 +136,18 @@ def test_one_device_is_a_single_device(pl, tmp_path, accelerator):
 
 @lightning_runs.in_both_installs
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
-def test_several_devices_are_data_parallel_and_stream_nothing(pl, family, tmp_path, devices, nodes):
+def test_several_devices_are_data_parallel(pl, family, tmp_path, devices, nodes):
     options = {"devices": devices, "num_nodes": nodes}
     ours = strategy_class(family)
     config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
     given = ours(config, ddp={"find_unused_parameters": True})
-    for strategy in ("ssd_offload", given):
+    for strategy in ("ssd_offload", ours(STREAMED), given):
         made = lightning_runs.make_trainer(pl, tmp_path, strategy, **options).strategy
         assert isinstance(made, pl.strategies.DDPStrategy)
         assert (made.num_processes, made.num_nodes) == (devices, nodes)
     assert made is given
     assert made.config.tiers[0].capacity == 1 << 30
     assert made._ddp_kwargs == {"find_unused_parameters": True}
-    with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
-        lightning_runs.make_trainer(pl, tmp_path, ours(STREAMED), **options)
-    with pytest.raises(ConfigError, match="Use strategy='ssd_offload_fsdp'"):
-        type(made)(STREAMED)
 
 
 @lightning_runs.in_both_installs
