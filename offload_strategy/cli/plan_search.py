@@ -285,11 +285,8 @@ def growth_table(growth: dict[int, SearchResult]) -> Iterator[str]:
             continue
         one, step = found.best, found.best.step
         least = least or one.tokens_per_second / n
-        link, exchanged = (
-            step.moved_bytes("to_device", "from_device"),
-            step.moved_bytes("exchanged"),
-        )
-        moved = link, one.read_bytes + one.written_bytes, exchanged
+        link = step.moved_bytes("to_device", "from_device")
+        moved = link, one.read_bytes + one.written_bytes, step.moved_bytes("exchanged")
         rows.append(
             (
                 n,

@@ -107,9 +107,12 @@ class UpdatedWeights:
             if place not in streamed:
                 found.append(next(others))
             else:
-                flat = self._store.borrow("parameters", weight.nbytes, weight.device)
-                found.append(lay_out([weight])[0].view(flat))
+                found.append(self._buffer_like(weight, weight.device))
         return found
+
+    def _buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
+        segment = lay_out([form])[0]
+        return segment.view(self._store.borrow("parameters", segment.end, device))
 
     def store_new(self, parameter: torch.Tensor, values: torch.Tensor) -> Ticket:
         """Store new values of a streamed weight, which `replace` makes current."""
@@ -129,9 +132,7 @@ class UpdatedWeights:
             form = torch.empty_strided(
                 whole.shape, whole.stride(), dtype=whole.dtype, device="meta"
             )
-            segment = lay_out([each.of(form)])[0]
-            flat = self._store.borrow("parameters", segment.end, whole.device)
-            found.append(segment.view(flat))
+            found.append(self._buffer_like(each.of(form), whole.device))
         return found
 
     def copies(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:

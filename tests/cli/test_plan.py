@@ -346,12 +346,14 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --gpu a1000", "no device 'a1000'"),
         (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
         (f"{RUN} --tflops x", "--tflops: 'x' is not a number above 0"),
+        (f"{RUN} --tflops -1", "--tflops: '-1' is not a number above 0"),
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (f"{RUN} --machines 2", "network is missing"),
         (f"{ON_CPU} {RATES} --devices 2", "--devices: for GPUs"),
         ("gpt5", "there is no model 'gpt5'; the nearest are gpt2"),
         ("gpt2 bert-base", "give one model: gpt2 is one already"),
+        ("gpt2 --model bert-base", "give one model"),
         # With a search, or for one.
         (f"{SEARCHED} --max-batch 16 --tolerance 0", "--max-batch, --tolerance: give --search"),
         (f"{SEARCHED} --search", "give --sequence as well"),
@@ -361,6 +363,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         # On the CPU.
         (f"{ON_CPU} --read 0.6", "give both of --read and --write"),
         (f"{ON_CPU} {RATES} --ssd P5510", "give --ssd, or --read and --write"),
+        (f"{ON_CPU} {RATES} --host-memory much", "--host-memory:"),
         (f"{ON_CPU} --dir /nowhere {RATES}", "/nowhere: No such file"),
     ],
 )

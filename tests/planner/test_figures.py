@@ -196,9 +196,15 @@ def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):
     ("find", "written", "name"),
     [
         (hardware.device, "a100-80g", "a100-80g-pcie"),
+        (hardware.device, "A100 80GB", "a100-80g-pcie"),
+        (hardware.device, "nvidia_a100_40g_sxm", "a100-40g-sxm"),
         (hardware.device, "RTX 4090", "rtx-4090"),
+        (hardware.device, "GeForce-RTX-3090", "rtx-3090"),
+        (hardware.device, "H200", "h200-141g-sxm"),
         # As their driver calls them.
         (hardware.device_called, "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
+        (hardware.device_called, "NVIDIA H100 PCIe", "h100-80g-pcie"),
+        (hardware.device_called, "NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
         (hardware.device_called, "NVIDIA GeForce RTX 4090", "rtx-4090"),
         (hardware.device_called, "Tesla V100-SXM2-32GB", "v100-32g-sxm"),
         (hardware.device_called, "NVIDIA GeForce RTX 4090 Laptop GPU", None),

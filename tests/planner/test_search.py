@@ -296,6 +296,11 @@ def test_ranks_need_less_each_and_machines_do_not_slow_each_other():
     one, two, many = (search(run, space).best for run in runs)
     assert one.tokens_per_second < two.tokens_per_second < many.tokens_per_second
     assert one.written_bytes > two.written_bytes >= many.written_bytes
+    # A tier is the machine's, and has what both of its ranks keep there.
+    kept = [one.placement.split(kind).host_bytes for kind in ("weights", "activations", "states")]
+    tiers = config_of(search(runs[0], space), one, "/mnt/a")[1].tiers
+    there = sum(tier.capacity for tier in tiers if tier.kind == "dram")
+    assert there == pytest.approx(2 * sum(kept), abs=4 * MiB)
     slow = search(cluster(2, 8, network=1e8), space).best
     assert slow.step.limit == "collectives"
     assert slow.tokens_per_second < many.tokens_per_second
@@ -332,9 +337,14 @@ def test_the_config_loads_and_stays_within_host_memory(more):
     ("make", "message"),
     [
         (lambda: request(memory=-1), "host_memory_bytes is -1"),
+        (lambda: dataclasses.replace(request(), sustained_flops=-1.0), "_flops is -1"),
         (lambda: cluster(1, 2, network=None), "network is missing, over which 2 machines"),
         (lambda: cluster(1, 0), "machines is 0"),
         (lambda: Space(()), "sequences is empty"),
+        (lambda: Space((1024,), batch=64, overlaps=()), "overlaps is empty"),
+        (lambda: Space((0,)), "sequence is 0"),
+        (lambda: Space((1024,), batch=0), "batch is 0"),
+        (lambda: Space((1024,), max_batch=-1), "max_batch is -1"),
         (lambda: Space((1024,), max_tokens=100), "less than one sequence of 1024 tokens"),
         (lambda: Space((1024,), tolerance=1), "tolerance is 1"),
         (lambda: Workload(1, -3), "workload: sequence is -3; give a number above 0"),
@@ -343,6 +353,8 @@ def test_the_config_loads_and_stays_within_host_memory(more):
         (lambda: placed(request(), 4, 2, 1024, 41), "41 layers are to be recomputed"),
         (lambda: config_yaml(search(request(), Space((1024,), batch=4)), []), "name at least one"),
         (lambda: on_cpu(0), "memory_bytes is 0"),
+        (lambda: on_cpu(flops=0), "cores: flops is 0"),
+        (lambda: on_cpu(update_rate=-1), "cores: update_rate is -1"),
         (lambda: on_cpu(process_bytes=-1), "cores: process_bytes is -1; give 0 or more"),
         (lambda: CpuModel(on_cpu()).place(Settings(4, 2, 256, 13)), "13 layers are to be"),
     ],
