@@ -325,7 +325,8 @@ class OffloadEngine(EngineReports):
     def _start_stream(self) -> None:
         """Stream the weights of models that are attached from now on."""
         tiers, section = self._resources.clients["parameters"], self.config.parameters
-        stream = WeightStream(self._resources.store, tiers, section, self._is_block)
+        store, files = self._resources.store, self._resources.shared_files()
+        stream = WeightStream(store, tiers, section, self._is_block, files)
         self._stream = self._optimizers.stream = stream
         if self._activations is None:
             self._activations = self._make_activations()

@@ -22,6 +22,7 @@ from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
 from offload_strategy.io.regions.region import ExternalFile, Region
+from offload_strategy.store.shared_tickets import FileIdentity, SharedFile, SharedFiles
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import DeviceTier, HostTier, MemoryTier, PathTier, Quota
@@ -79,7 +80,8 @@ class Resources:
         self.clients: dict[Client, list[Tier]] = {}
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
         self.state_paths = [path for tier in wanted.get("optimizer", ()) for path in tier.paths]
-        if config.io.encryption:
+        self._is_encrypted = config.io.encryption
+        if self._is_encrypted:
             self.state_paths.clear()
         self._quotas: dict[PathQueue, Quota] = {}
         self._file_queues: list[PathQueue] = []
@@ -155,6 +157,27 @@ class Resources:
             if keep:
                 self._file_queues += queues.values()
                 self._stack.enter_context(stack.pop_all())
+
+    def shared_files(self) -> SharedFiles:
+        """Return the files of streamed weights, which other processes on this machine may read.
+
+        Those of encrypted tiers are of no use to them: the key never leaves its process.
+        """
+        tiers = self.clients["parameters"] if not self._is_encrypted else []
+        regions = [region for tier in tiers for region in tier.regions]
+        return SharedFiles(self.store, regions, self._open_shared)
+
+    def _open_shared(self, identity: FileIdentity) -> PathQueue:
+        with ExitStack() as stack:
+            file = SharedFile(identity)
+            stack.callback(file.close)
+            backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
+            stack.callback(backend.close)
+            queue = PathQueue(file, backend, self.recorder)
+            stack.callback(queue.close)
+            self._file_queues.append(queue)
+            self._stack.enter_context(stack.pop_all())
+        return queue
 
     def end_threads(self) -> None:
         """Let transfers finish and end all threads; later transfers start them again."""

@@ -15,6 +15,7 @@ import torch
 
 from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import lay_out
+from offload_strategy.store.shared_tickets import SharedFiles, SharedTicket
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 
@@ -44,6 +45,19 @@ class WeightResidency(Protocol):
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight, if it is streamed still."""
 
+    @property
+    def files(self) -> SharedFiles:
+        """The files of the weights, which other processes on this machine may read."""
+
+    def is_streamed_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is a streamed weight, and no shard of one."""
+
+    def share(self, parameters: Sequence[torch.Tensor]) -> list[SharedTicket | None]:
+        """Return where other processes may read weights, or None, until `drop_replaced`."""
+
+    def drop_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Free what was shared of weights before, and nobody reads any more."""
+
 
 class UpdatedWeights:
     """Reaches the weights of an optimizer, by their residency if some are streamed.
@@ -59,33 +73,34 @@ class UpdatedWeights:
     ) -> None:
         self._store = store
         self._tiers = list(tiers)
-        self._residency = residency
+        #: Of streamed weights; None if there are none.
+        self.residency = residency
 
     @property
     def streams(self) -> bool:
         """Whether some weights are streamed."""
-        return self._residency is not None
+        return self.residency is not None
 
     def resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Keep weights in memory within the context; `changes`: whether they are written there."""
-        if self._residency is None:
+        if self.residency is None:
             return nullcontext()
-        return self._residency.resident(parameters, changes=changes)
+        return self.residency.resident(parameters, changes=changes)
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Begin to load streamed weights."""
-        if self._residency is not None:
-            self._residency.prefetch(parameters)
+        if self.residency is not None:
+            self.residency.prefetch(parameters)
 
     # ------------------------------------------------------------------ new values
     def contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
         """Return, by position, what stands for the values of whole streamed weights."""
-        if self._residency is None:
+        if self.residency is None:
             return {}
         found = {
-            place: self._residency.content(each.parameter)
+            place: self.residency.content(each.parameter)
             for place, each in enumerate(slices)
             if each.rows is None
         }
@@ -93,7 +108,7 @@ class UpdatedWeights:
 
     def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
         """Whether a streamed weight is not in memory, and has the values that this stands for."""
-        return self._residency is not None and self._residency.is_untouched(parameter, content)
+        return self.residency is not None and self.residency.is_untouched(parameter, content)
 
     def with_buffers(
         self,
@@ -116,12 +131,12 @@ class UpdatedWeights:
 
     def store_new(self, parameter: torch.Tensor, values: torch.Tensor) -> Ticket:
         """Store new values of a streamed weight, which `replace` makes current."""
-        assert self._residency is not None
-        return self._residency.store_new(parameter, values, self._tiers)
+        assert self.residency is not None
+        return self.residency.store_new(parameter, values, self._tiers)
 
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight, if it is streamed still."""
-        return self._residency is not None and self._residency.replace(parameter, ticket)
+        return self.residency is not None and self.residency.replace(parameter, ticket)
 
     # ------------------------------------------------------------------ other ranks
     def memory_for(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:

@@ -125,14 +125,24 @@ class TensorStore:
         `queue` is over an `ExternalFile`, which must stay open as long as its tickets; `get`
         returns the bytes on `device`. Raises StorageError if the file is too short.
         """
-        self._check_usable()
         assert isinstance(queue.region, ExternalFile)
         extent, begin = queue.region.cover(offset, nbytes)
+        stripes = [Stripe(queue, extent, 0, begin + nbytes)] if nbytes else []
+        return self.adopt_stripes(stripes, begin, nbytes, client, device)
+
+    def adopt_stripes(
+        self,
+        stripes: Sequence[Stripe],
+        begin: int,
+        nbytes: int,
+        client: str,
+        device: torch.device = _CPU,
+    ) -> Ticket:
+        """Return a ticket for `nbytes` of stripes of existing files, from `begin` on."""
+        self._check_usable()
         entry = Entry(client, nbytes, device, None)
         if nbytes:
-            entry.stripes = (Stripe(queue, extent, 0, begin + nbytes),)
-            entry.begin = begin
-            entry.state = TicketState.STORED
+            entry.stripes, entry.begin, entry.state = stripes, begin, TicketState.STORED
         else:
             entry.payload = torch.empty(0, dtype=torch.uint8, device=device)
         with UninterruptedSection():
@@ -242,6 +252,17 @@ class TensorStore:
         """Free idle buffers that would raise the peak; see [Note: idle memory and peaks]."""
         self._collect()
         self.pool.pass_begins()
+
+    def finish_write(self, ticket: Ticket) -> None:
+        """Wait until a ticket's bytes are on their paths, if they are being written.
+
+        Raises StorageError if they, or others, could not be written.
+        """
+        with self._registry.lock:
+            move = ticket.entry.move if ticket.state is TicketState.WRITING else None
+        if move is not None:
+            self._reader.wait(ticket.entry, move)
+        self._check_usable()
 
     def wait_for_writes(self) -> None:
         """Wait until all writes have ended; raise StorageError if one failed."""

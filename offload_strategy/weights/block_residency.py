@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.store.shared_tickets import SharedFiles, SharedTicket
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.interrupts import (
     UninterruptedSection,
@@ -63,8 +64,12 @@ _frames_lock = threading.RLock()
 class BlockResidency:
     """Loads the weights of a block before it computes, and offloads them for the next ones."""
 
-    def __init__(self, blocks_in_flight: int) -> None:
+    def __init__(self, blocks_in_flight: int, files: SharedFiles) -> None:
         self._most = blocks_in_flight
+        #: Through which other processes of this machine read weights, and this one theirs.
+        self.files = files
+        # Tickets that other processes may read, of each weight the present one and older ones.
+        self._shared: dict[StreamedWeight, list[Ticket]] = {}
         self._lock = threading.RLock()
         self._open = _Open()
         self._order = BlockOrder()
@@ -193,6 +198,38 @@ class BlockResidency:
             if weight is not None:
                 weight.take_ticket(ticket)
             return weight is not None
+
+    def is_streamed_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is a streamed weight, and no shard of one."""
+        return type(self._weights.get(parameter)) is StreamedWeight
+
+    def share(self, parameters: Sequence[torch.Tensor]) -> list[SharedTicket | None]:
+        """Offload streamed weights; return where other processes may read each of them.
+
+        Of what cannot be offloaded, or is in host memory, that is None. What is shared is not freed
+        before `drop_replaced`. Raises StorageError if weights cannot be written.
+        """
+        weights = [self._weights[parameter] for parameter in parameters]
+        with self._lock, default_modes():
+            for weight in weights:
+                self._offload_weight(weight)
+            tickets = [weight.content for weight in weights]
+        found: list[SharedTicket | None] = []
+        for weight, ticket in zip(weights, tickets, strict=True):
+            found.append(None if ticket is None else self.files.share(ticket))
+            if ticket is not None and found[-1] is not None:
+                weight.is_shared = True
+                kept = self._shared.setdefault(weight, [])
+                if ticket not in kept:
+                    kept.append(ticket)
+        return found
+
+    def drop_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Free what was shared of weights before, and nobody reads any more."""
+        for parameter in parameters:
+            weight = self._weights.get(parameter)
+            if weight is not None and weight in self._shared:
+                del self._shared[weight][:-1]
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""

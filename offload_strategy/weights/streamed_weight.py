@@ -51,6 +51,8 @@ class StreamedWeight:
         self.pinned = False
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
+        #: Whether other processes may read the ticket; then `BlockResidency` frees it.
+        self.is_shared = False
         self._version = -1
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
@@ -243,8 +245,9 @@ class StreamedWeight:
 
     def _replace_ticket(self, ticket: Ticket | None) -> None:
         old, self._ticket = self._ticket, ticket
-        if old is not None:
+        if old is not None and not self.is_shared:
             self._store.free(old)
+        self.is_shared = False
 
     @contextmanager
     def read(self) -> Iterator[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.config import ParametersConfig
+from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
@@ -46,8 +47,9 @@ class WeightStream(BlockResidency):
         tiers: Sequence[Tier],
         section: ParametersConfig,
         is_block: Callable[[str, nn.Module], bool] | None,
+        files: SharedFiles,
     ) -> None:
-        super().__init__(section.blocks_in_flight)
+        super().__init__(section.blocks_in_flight, files)
         self._store = store
         self._tiers = tiers
         self._section = section

@@ -58,8 +58,7 @@ class DataParallelGroup:
 
     def any_rank(self, own: Sequence[bool]) -> list[bool]:
         """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
-        if self._directory is None:  # the first collective that all ranks run together
-            self._directory = RankDirectory(self.process_group)
+        self._ranks()
         flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         return [bool(flag) for flag in flags.tolist()]
@@ -89,6 +88,12 @@ class DataParallelGroup:
         assert work is not None
         return work
 
+    def gather(self, value: _T) -> list[_T]:
+        """The small objects of all ranks, by rank, on each of them."""
+        found: list[_T] = [value] * self.size
+        dist.all_gather_object(found, value, group=self.process_group)
+        return found
+
     def broadcast_object(self, value: _T, owner: int) -> _T:
         """The owner's small object on all ranks."""
         box: list[_T] = [value]
@@ -110,6 +115,15 @@ class DataParallelGroup:
                 f"optimizer.consolidate_state_dict() on every rank first; or set "
                 f"optimizer.sharding: false."
             ) from error
+
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are on one machine; all of them have to ask."""
+        return self._ranks().on_one_machine
+
+    def _ranks(self) -> RankDirectory:
+        if self._directory is None:  # the first collective that all ranks run together
+            self._directory = RankDirectory(self.process_group)
+        return self._directory
 
     def _device(self) -> torch.device:
         module = self.module()

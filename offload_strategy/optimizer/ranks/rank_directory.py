@@ -52,6 +52,8 @@ class RankDirectory:
         self._processes: dict[int, RankProcess] = {
             dist.get_global_rank(group, rank): member for rank, member in enumerate(members)
         }
+        #: Whether all of them are on one machine, and see each other's processes there.
+        self.on_one_machine = all(each.machine == own.machine for each in members)
         #: Those on this machine; None for one that has ended already.
         self._local: dict[int, psutil.Process | None] = {}
         for rank, member in self._processes.items():

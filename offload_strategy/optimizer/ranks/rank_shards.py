@@ -15,6 +15,7 @@ from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
+from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
 from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
@@ -35,6 +36,8 @@ class RankShards:
         self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
+        # Of streamed weights, if all ranks are on one machine.
+        self._sharing: WeightSharing | None = None
         self._reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
@@ -76,13 +79,22 @@ class RankShards:
         return group if group is not None and group.shards_states else None
 
     def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
-        """Assign each subgroup in turn to the rank that has the fewest elements so far."""
+        """Assign each subgroup in turn to the rank that has the fewest elements so far.
+
+        Subgroups with slices of one streamed weight go to one rank: see weight_sharing.py.
+        """
         group = self._sharding_group
-        if group is not None:
-            elements = [0] * group.size
-            for subgroup in subgroups:
-                subgroup.owner = elements.index(min(elements))
-                elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
+        if group is None:
+            return
+        elements = [0] * group.size
+        owners: dict[int, int] = {}  # of streamed weights
+        for subgroup in subgroups:
+            parameters = [id(each.parameter) for each in subgroup.slices]
+            known = [owners[each] for each in parameters if each in owners]
+            subgroup.owner = known[0] if known else elements.index(min(elements))
+            elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
+            if self._updater.weights.streams:
+                owners.update(dict.fromkeys(parameters, subgroup.owner))
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
         """Return the subgroups that this rank updates, and has the states of."""
@@ -107,14 +119,21 @@ class RankShards:
 
     def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
-        group = self._sharding_group
+        group, weights = self._sharding_group, self._updater.weights
         if group is None:
-            return StepBroadcasts(None, (), self._updater.weights)
-        has_gradient = group.any_rank(
-            [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        )
-        changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
-        return StepBroadcasts(group, changing, self._updater.weights)
+            return StepBroadcasts(None, (), weights)
+        if self._sharing is None and weights.residency is not None and group.on_one_machine():
+            self._sharing = WeightSharing(group, weights.residency)
+        sharing = self._sharing
+        parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
+        flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
+        if sharing is not None:
+            flags += [not sharing.can_share(parameter) for parameter in parameters.values()]
+        flags = group.any_rank(flags)
+        changing = [s for s, has_gradient in zip(subgroups, flags, strict=False) if has_gradient]
+        unshared = flags[len(subgroups) :] or [True for _ in parameters]
+        sent = {key for key, is_sent in zip(parameters, unshared, strict=True) if is_sent}
+        return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states
     def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:

@@ -14,13 +14,15 @@ import atexit
 import faulthandler
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
+from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updated_weights import UpdatedWeights
 from offload_strategy.units import KiB
@@ -74,8 +76,9 @@ class StepBroadcasts:
 
     Every rank has to begin the same collectives in the same order: that of the subgroups that
     change in this step. Those of other ranks are received at once; this rank's wait until they are
-    updated. Streamed weights follow when all of this rank's are updated, subgroup by subgroup, so
-    that those of few are in memory. Without a group there is nothing to send.
+    updated. Where weights are streamed, all follow when those of this rank are updated, subgroup by
+    subgroup, so that few are in memory; and `sharing` exchanges the weights of parameters whose ids
+    are not in `sent`, as far as it can. Without a group there is nothing to send.
     """
 
     def __init__(
@@ -83,9 +86,13 @@ class StepBroadcasts:
         dp_group: DataParallelGroup | None,
         changing: Sequence[Subgroup],
         weights: UpdatedWeights,
+        sharing: WeightSharing | None = None,
+        sent: Container[int] = (),
     ) -> None:
         self.dp_group = dp_group
         self._weights = weights
+        self._sharing = sharing
+        self._sent = sent
         self._upcoming = deque(changing)
         self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
@@ -111,20 +118,41 @@ class StepBroadcasts:
         while self._begun:
             self._begun[0].wait()
             self._begun.popleft()
-        while self.dp_group is not None and self._upcoming:
-            subgroup, following = self._upcoming[0], list(self._upcoming)[1:2]
-            rank, weights = self.dp_group.rank, self._weights
-            weights.prefetch(p.parameter for s in following if s.owner == rank for p in s.slices)
-            sends, slices = subgroup.owner == rank, subgroup.slices
-            values = weights.copies(slices) if sends else weights.memory_for(slices)
+        if self.dp_group is None:
+            return
+        shared: dict[int, tuple[torch.Tensor, int]] = {}
+        to_send: deque[tuple[list[ParameterSlice], int]] = deque()
+        for subgroup in self._upcoming:
+            slices = [each for each in subgroup.slices if id(each.parameter) in self._sent]
+            to_send += [(slices, subgroup.owner)] if slices else []
+            others = (
+                each.parameter for each in subgroup.slices if id(each.parameter) not in self._sent
+            )
+            shared.update((id(parameter), (parameter, subgroup.owner)) for parameter in others)
+        self._upcoming.clear()
+        self._send(self.dp_group, to_send)
+        if self._sharing is not None and shared:
+            owners = list(shared.values())
+            left = [owners[position] for position in self._sharing.exchange(owners)]
+            self._send(self.dp_group, deque(([ParameterSlice(p)], owner) for p, owner in left))
+
+    def _send(
+        self, dp_group: DataParallelGroup, to_send: deque[tuple[list[ParameterSlice], int]]
+    ) -> None:
+        """Send slices of streamed weights, each from its owner to all other ranks."""
+        rank, weights = dp_group.rank, self._weights
+        while to_send:
+            slices, owner = to_send.popleft()
+            following = to_send[0] if to_send else ([], owner)
+            weights.prefetch(each.parameter for each in following[0] if following[1] == rank)
+            values = weights.copies(slices) if owner == rank else weights.memory_for(slices)
             # Nothing of this rank is held while it waits for others.
-            self._begun.append(WeightBroadcast(self.dp_group, values, subgroup.owner))
+            self._begun.append(WeightBroadcast(dp_group, values, owner))
             self._begun[0].wait()
             self._begun.popleft()
-            if not sends:
+            if owner != rank:
                 weights.set_values(slices, values)
             del values
-            self._upcoming.popleft()
 
     def allow_forced_exit(self) -> None:
         """After an error: see [Note: forced exit with pending collectives]."""
