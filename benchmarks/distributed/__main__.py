@@ -7,6 +7,7 @@ Lines:
 
     path      four ranks on one throttled path compared with one rank (root: loop devices)
     machines  two machines of two ranks, of which one is killed in each of 20 runs
+    growth    bytes written by a machine, and memory of a rank, with 1, 2 and 4 ranks of DDP
 
 The exit status is 1 if a claim does not hold.
 """
@@ -18,12 +19,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.distributed.growth import growth
 from benchmarks.distributed.machines import machines
 from benchmarks.distributed.path import path
 from benchmarks.io.results import Context, Line, Result, Skipped, conclude
 from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 
-LINES: dict[str, Line] = {"path": path, "machines": machines}
+LINES: dict[str, Line] = {"path": path, "machines": machines, "growth": growth}
 
 
 def main() -> int:

@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import itertools
+import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ import torch.distributed as dist
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
+from offload_strategy.io.queues.moves import Move
 from offload_strategy.store import shared_tickets
+from offload_strategy.store.shared_tickets import SharedFiles
+from offload_strategy.telemetry import Direction
 from tests.distributed.loops import check, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import STREAMED, train
@@ -95,7 +101,7 @@ def kept_by_each(rank, directory, what):
         if what == "encrypted":
             others = {"io": {"encryption": True}}
         elif what == "one has no files" and rank == 1:
-            patch.setattr(shared_tickets.SharedFiles, "identities", no_files)
+            patch.setattr(SharedFiles, "identities", no_files)
         elif what == "one cannot open" and rank == 0:
             patch.setattr(shared_tickets.SharedFile, "__init__", cannot_open)
         elif what == "held":
@@ -117,31 +123,91 @@ def test_weights_that_cannot_be_shared_are_sent_and_stored_by_every_rank(tmp_pat
 
 
 # ---------------------------------------------------------------------- lives of their own
-def one_ends_first(rank, directory):
-    """A rank that ends its engine, and writes other bytes to the disk, changes nobody's weights."""
+def overwrite_what_is_free(engine):
+    """Write other bytes to every extent of the tier that was used before and is free now."""
+    store, tiers = engine._resources.store, engine._resources.clients["parameters"]
+    sizes = [*[65536] * 32, *[16384] * 64, *[4096] * 256]
+    tickets = [store.put(torch.full((size,), 7, dtype=torch.uint8), "x", tiers) for size in sizes]
+    store.wait_for_writes()
+    return tickets
+
+
+def one_goes_on_alone(rank, directory, how):
+    """What rank 1 does with its own weights leaves those that rank 0 reads from its file alone."""
     expected = train(rank, None, steps=range(STEPS))["weights"]
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(OffloadEngine(sections(directory, "commit")))
         kept = {}
-        train(
-            rank, engine, steps=range(STEPS), after=lambda _, net, __: kept.update(net=net)
-        )  # fmt: skip
-        if rank == 1:
-            # Without its model it needs no weights, and other bytes take the next free extents.
-            kept.clear()
+        train(rank, engine, steps=range(STEPS), after=lambda step, net, _: kept.update(net=net))
+        if rank == 1 and how == "changes them":
+            with torch.no_grad():
+                for weight in kept["net"].parameters():
+                    weight.zero_()
+            engine._stream._offload_accessed()
+        elif rank == 1 and how == "frees its model":
+            freed = weakref.ref(kept.pop("net"))
             gc.collect()
-            other = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
-            engine.attach(other)
-            other(torch.ones(2, 64)).sum().backward()
+            assert freed() is None
+        if rank == 1:
+            overwrite_what_is_free(engine)
+        if rank == 1 and how == "closes its engine":
             stack.close()
         dist.barrier()
-        for name, weight in kept["net"].state_dict().items() if kept else ():
-            assert torch.equal(weight, expected[name]), (rank, name)
+        if rank == 0:
+            for name, weight in kept["net"].state_dict().items():
+                assert torch.equal(weight, expected[name]), name
         dist.barrier()
 
 
-def test_a_rank_reads_right_values_after_another_has_ended_its_engine(tmp_path):
-    run_ranks("tests.distributed.test_shared_weights:one_ends_first", tmp_path)
+@pytest.mark.parametrize("how", ["changes them", "frees its model", "closes its engine"])
+def test_a_rank_reads_the_same_values_whatever_another_does_with_its_own(tmp_path, how):
+    run_ranks("tests.distributed.test_shared_weights:one_goes_on_alone", tmp_path, how=how)
+
+
+def one_is_late(rank, directory, what):
+    """A rank that is slow to write, or to take over new values, is waited for."""
+    plain = train(rank, None, steps=range(STEPS))
+    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
+        sections(directory, "commit")
+    ) as engine:  # fmt: skip
+        kept, seen, old = {}, {}, []  # the net; values by step
+        if what == "writes" and rank == 1:
+            submit = Move.submit
+
+            def late(move):
+                write = move.direction is Direction.WRITE
+                threading.Timer(0.3, submit, (move,)).start() if write else submit(move)
+
+            patch.setattr(Move, "submit", late)
+        elif what == "replaces" and rank == 0:
+            adopt = SharedFiles.adopt
+
+            def after_a_look(files, *args):
+                if kept and len(old) not in seen:
+                    time.sleep(0.3)
+                    with engine._stream.read(kept["net"].down.weight) as values:
+                        seen[len(old)] = values.clone()
+                return adopt(files, *args)
+
+            patch.setattr(SharedFiles, "adopt", after_a_look)
+
+        def after(step, net, _):
+            kept["net"] = net
+            if rank == 1:
+                overwrite_what_is_free(engine)
+            with engine._stream.read(net.down.weight) as values:
+                old.append(values.clone())
+
+        found = train(rank, engine, steps=range(STEPS), after=after)
+        check(what, plain, found, moved=("optimizer", "parameters"))
+        # While this rank was late it still had the values of the step before.
+        assert len(seen) == (STEPS - 1 if what == "replaces" and rank == 0 else 0)
+        assert all(torch.equal(values, old[step - 1]) for step, values in seen.items())
+
+
+@pytest.mark.parametrize("what", ["writes", "replaces"])
+def test_a_rank_that_is_late_is_waited_for(tmp_path, what):
+    run_ranks("tests.distributed.test_shared_weights:one_is_late", tmp_path, what=what)
 
 
 def changed_by_hand(rank, directory):
