@@ -160,6 +160,7 @@ class BlockResidency:
                 with default_modes():
                     for weight in weights:
                         for block in self._blocks_of.get(weight, ())[:1]:
+                            self._resident.pop(block, None)
                             self._resident[block] = None
                         weight.acquire()
                         acquired.callback(weight.release)
