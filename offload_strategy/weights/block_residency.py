@@ -160,7 +160,6 @@ class BlockResidency:
                 with default_modes():
                     for weight in weights:
                         for block in self._blocks_of.get(weight, ())[:1]:
-                            self._resident.pop(block, None)
                             self._resident[block] = None
                         weight.acquire()
                         acquired.callback(weight.release)
