@@ -7,6 +7,7 @@ import copy
 import importlib
 import pickle
 import re
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -211,6 +212,7 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
         with trainer.init_module(empty_init=empty):
             module = make_module(pl)
         assert all(parameter.is_meta for parameter in module.parameters()) is empty
+        assert not any(each.name.startswith("ssd-offload") for each in threading.enumerate())
         engine = strategy.offload_engine
         if empty:
             trainer.fit(module, batches())

@@ -109,8 +109,10 @@ class EngineStrategy(EngineOwner, _Strategy):
             with plain(), torch.device("meta"):
                 yield
         else:
-            with plain(), self._opened_engine().building():
+            engine = self._opened_engine()
+            with plain(), engine.building():
                 yield
+            engine.end_threads()  # the model may be used for something else than training
 
     def _stays(self, model: nn.Module) -> bool:
         """Whether a model must not be moved: `to` loads streamed weights, and refuses meta."""
