@@ -94,12 +94,16 @@ class Session:
 
     # ------------------------------------------------------------------ methods of Accelerator
     def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
-        """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
+        """Attach also what DeepSpeed or FSDP2 make only here."""
         self.begin(*objects)
         prepared = original(*objects, **options)
+        self._attach_prepared(prepared if len(objects) > 1 else (prepared,))
+        return prepared
+
+    def _attach_prepared(self, results: tuple[Any, ...]) -> None:
+        """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
         if not self._owner.is_fsdp2:
-            return prepared
-        results = prepared if len(objects) > 1 else (prepared,)
+            return
         for each in results:
             if isinstance(each, torch.nn.Module):
                 self.attach_model(each)
@@ -108,7 +112,6 @@ class Session:
                 accelerated: Any = each
                 accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
                 self._keep_for(each)
-        return prepared
 
     def prepare_model(
         self,
@@ -319,17 +322,14 @@ class DeepSpeedSession(Session):
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(config_sections.for_activations(config), metrics_every, accelerator)
 
-    def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
+    def _attach_prepared(self, results: tuple[Any, ...]) -> None:
         """Attach the DeepSpeed engines among the results."""
         import deepspeed
 
-        self.begin(*objects)
-        prepared = original(*objects, **options)
-        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+        for each in results:
             # An engine without an optimizer is only evaluated.
             if isinstance(each, deepspeed.DeepSpeedEngine) and each.optimizer is not None:
                 self.attach_model(each)
-        return prepared
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
