@@ -78,9 +78,8 @@ class Resources:
         self.regions: list[Region] = []
         self.clients: dict[Client, list[Tier]] = {}
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
-        self.state_paths = [path for tier in wanted.get("optimizer", ()) for path in tier.paths]
-        if config.io.encryption:
-            self.state_paths.clear()
+        readable = [] if config.io.encryption else wanted.get("optimizer", [])
+        self.state_paths = [path for tier in readable for path in tier.paths]
         self._quotas: dict[PathQueue, Quota] = {}
         self._file_queues: list[PathQueue] = []
         self._stack = ExitStack()
