@@ -6,7 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
@@ -164,22 +164,19 @@ class OffloadEngine(EngineReports):
             if is_first and self._choice.streams_weights(model):
                 self._start_stream()
             self._expect_weights(model, device)
+        wrapped = None
+        with ExitStack() as undo:
             if new is not None:
                 self._registry.add_module(new)
-        wrapped = None
-        try:
+                undo.callback(self.detach_model, new)
             if optimizer is not None:
                 wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
             if isinstance(wrapped, OffloadedOptimizer):
+                undo.callback(self._optimizers.unwrap, wrapped)
                 self._note_device(wrapped.parameters()[0])
             if new is not None:
                 self._hook(new)
-        except BaseException:
-            if isinstance(wrapped, OffloadedOptimizer):
-                self._optimizers.unwrap(wrapped)
-            if new is not None:
-                self.detach_model(new)
-            raise
+            undo.pop_all()
         self._log.follow(wrapped)
         return wrapped
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ class Session:
         self._attached_again: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._retired = False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()  # by which they are removed
         self._counts_steps = False
         self._steps = 0
         self._micro_batch = 0
@@ -238,7 +238,7 @@ class Session:
         self._attached.add(model)
         hook = WeakHook(self._begin_micro_batch)
         # After `attach`, whose hook is prepended too: the hint comes before its forward pass.
-        self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
+        self._hooks.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that keeps its states in tiers."""
@@ -250,7 +250,7 @@ class Session:
             wrapped = self.engine.attach(optimizer=optimizer)
         if not self._counts_steps:  # Of several optimizers, the steps of the first.
             self._counts_steps = True
-            self._handles.append(wrapped.register_step_post_hook(self._after_step))
+            self._hooks.callback(wrapped.register_step_post_hook(self._after_step).remove)
         return wrapped
 
     @contextmanager
@@ -293,9 +293,7 @@ class Session:
 
     def close(self) -> None:
         """Close the engine and remove all hooks; the session may open a new engine later."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._attached.clear()
         self._attached_again.clear()
         self._optimizers.clear()
@@ -336,7 +334,7 @@ class DeepSpeedSession(Session):
         is_new = model not in self._attached
         super().attach_model(model)
         if is_new and model in self._attached and (weights := install(self.engine, model)):
-            self._handles.append(weights)
+            self._hooks.callback(weights.remove)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer unchanged."""
