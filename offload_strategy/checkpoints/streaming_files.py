@@ -23,6 +23,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,13 +144,10 @@ def _remove_leftovers(target: Path) -> None:
     """Remove temporary files of this target whose writers have ended."""
     pattern = glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL
     for path in target.parent.glob(pattern):
-        with suppress(OSError):  # it belongs to another user, or was removed meanwhile
-            fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
-            try:
-                if _lock(fd, wait=False):
-                    os.unlink(path)
-            finally:
-                os.close(fd)
+        # It may belong to another user, or be removed meanwhile.
+        with suppress(OSError), FileIO(os.open(path, os.O_RDWR | _NO_FOLLOW)) as file:
+            if _lock(file.fileno(), wait=False):
+                os.unlink(path)
 
 
 def _prefix(target: Path) -> str:
