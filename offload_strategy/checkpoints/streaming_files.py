@@ -22,7 +22,8 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,8 +123,10 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
     mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode)
     while True:
         partial = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_PARTIAL}"
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode & 0o777)
-        try:
+        with ExitStack() as end:
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode & 0o777)
+            end.callback(os.close, fd)
+            end.callback(partial.unlink, missing_ok=True)
             # Another process that removes leftovers may have deleted it before the lock.
             if _lock(fd, wait=True) and not os.fstat(fd).st_nlink:
                 continue
@@ -135,25 +138,16 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
             switch_to_direct_io(fd)
             yield fd, partial
             return
-        finally:
-            try:
-                with suppress(FileNotFoundError):
-                    os.unlink(partial)
-            finally:
-                os.close(fd)
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary files of this target whose writers have ended."""
     pattern = glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL
     for path in target.parent.glob(pattern):
-        with suppress(OSError):  # it belongs to another user, or was removed meanwhile
-            fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
-            try:
-                if _lock(fd, wait=False):
-                    os.unlink(path)
-            finally:
-                os.close(fd)
+        # It may belong to another user, or be removed meanwhile.
+        with suppress(OSError), FileIO(os.open(path, os.O_RDWR | _NO_FOLLOW)) as file:
+            if _lock(file.fileno(), wait=False):
+                os.unlink(path)
 
 
 def _prefix(target: Path) -> str:

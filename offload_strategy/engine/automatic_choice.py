@@ -107,8 +107,7 @@ class AutomaticChoice:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Where nothing watches the memory of the process, it must not keep more.
-        on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        watched = self.plans_activations() and on_host
+        watched = self.plans_activations() and parameters[0].device.type == "cpu"
         if watched and not leaves_gaps():
             keep_freed_memory()
         streams = self._decided.get("parameters", False)

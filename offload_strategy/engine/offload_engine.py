@@ -6,7 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
@@ -164,40 +164,35 @@ class OffloadEngine(EngineReports):
             if is_first and self._choice.streams_weights(model):
                 self._start_stream()
             self._expect_weights(model, device)
+        wrapped = None
+        with ExitStack() as undo:
             if new is not None:
                 self._registry.add_module(new)
-        wrapped = None
-        try:
+                undo.callback(self.detach_model, new)
             if optimizer is not None:
                 wrapped = self._optimizers.wrap(optimizer, lambda: self._last_microbatch)
             if isinstance(wrapped, OffloadedOptimizer):
-                self._note_device(wrapped.parameters())
+                undo.callback(self._optimizers.unwrap, wrapped)
+                self._note_device(wrapped.parameters()[0])
             if new is not None:
                 self._hook(new)
-        except BaseException:
-            if isinstance(wrapped, OffloadedOptimizer):
-                self._optimizers.unwrap(wrapped)
-            if new is not None:
-                self.detach_model(new)
-            raise
+            undo.pop_all()
         self._log.follow(wrapped)
         return wrapped
 
     def _hook(self, model: nn.Module) -> None:
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
-        self._note_device(model.parameters())
+        self._note_device(next(model.parameters()))
         if self._activations is not None:
             self._activations.names.add_modules(model)
             self._hooks[model] = ForwardHooks(model, self._activations, owner=self)
         if self._stream is not None:
             self._stream.attach(model)
 
-    def _note_device(self, parameters: Any) -> None:
-        first = next(iter(parameters), None)
-        if first is not None:
-            self._device = first.device
-            self._choice.limit.measure(first)
+    def _note_device(self, parameter: torch.Tensor) -> None:
+        self._device = parameter.device
+        self._choice.limit.measure(parameter)
 
     def detach_model(self, model: nn.Module) -> None:
         """Remove the hooks from a model; what is offloaded is still loaded for its backward."""

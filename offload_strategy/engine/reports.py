@@ -164,4 +164,4 @@ class EngineReports(EngineWeights):
 
     def export_trace(self, file: str | os.PathLike[str]) -> None:
         """Write the latest transfers and stalls to a JSON file for Perfetto or chrome://tracing."""
-        write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))
+        write_trace(file, self._recorder.moves, self._recorder.stalls)

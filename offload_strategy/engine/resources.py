@@ -79,10 +79,9 @@ class Resources:
         self.regions: list[Region] = []
         self.clients: dict[Client, list[Tier]] = {}
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
-        self.state_paths = [path for tier in wanted.get("optimizer", ()) for path in tier.paths]
         self._is_encrypted = config.io.encryption
-        if self._is_encrypted:
-            self.state_paths.clear()
+        readable = [] if self._is_encrypted else wanted.get("optimizer", [])
+        self.state_paths = [path for tier in readable for path in tier.paths]
         self._quotas: dict[PathQueue, Quota] = {}
         self._file_queues: list[PathQueue] = []
         self._stack = ExitStack()

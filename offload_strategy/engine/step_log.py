@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from timeit import default_timer as perf_counter
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
@@ -54,7 +54,7 @@ class StepLog:
         self._on_step = on_step
         # Forward passes and sums of the run at the end of each step.
         self._sums: deque[tuple[int, StepFigures]] = deque(maxlen=_STEPS + 1)
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()  # by which they are removed
         #: How often optimizers have stepped, and the number of forward passes.
         self.steps = self.passes = 0
         self._was_last = False
@@ -64,7 +64,7 @@ class StepLog:
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of frameworks have none
             assert optimizer is not None
             # The hook lies on the user's own optimizer, which may live longer.
-            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._stepped)))
+            self._hooks.callback(optimizer.register_step_post_hook(WeakHook(self._stepped)).remove)
 
     def pass_begins(self, *, last: bool) -> None:
         """Note a forward pass, which is hinted to be the last of its step or not."""
@@ -75,9 +75,7 @@ class StepLog:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def middle_step(self) -> tuple[StepFigures, int] | None:
         """Return the middle one of the last steps by its time, and its passes; None if too few."""

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import OffloadError
@@ -40,15 +41,14 @@ def write_trace(
     Raises OffloadError if the file cannot be written.
     """
     # Copies: the recorder continues while the trace is written.
-    text = json_for_others(trace_object(list(moves), list(stalls)))
-    name = os.fspath(file)
+    content = json_for_others(trace_object(list(moves), list(stalls))).encode()
+    path = Path(file)
     try:
-        with open(name, "wb") as stream:
-            stream.write(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     except OSError as error:
         raise OffloadError(
-            f"the trace cannot be written to {name!r}: {error.strerror}. Check the directory and "
-            f"its permissions, or name another file."
+            f"the trace cannot be written to {str(path)!r}: {error.strerror}. Check the directory "
+            f"and its permissions, or name another file."
         ) from error
 
 

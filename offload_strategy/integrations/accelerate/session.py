@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ class Session:
         self._attached_again: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._retired = False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()  # by which they are removed
         self._counts_steps = False
         self._steps = 0
         self._micro_batch = 0
@@ -94,12 +94,16 @@ class Session:
 
     # ------------------------------------------------------------------ methods of Accelerator
     def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
-        """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
+        """Attach also what DeepSpeed or FSDP2 make only here."""
         self.begin(*objects)
         prepared = original(*objects, **options)
+        self._attach_prepared(prepared if len(objects) > 1 else (prepared,))
+        return prepared
+
+    def _attach_prepared(self, results: tuple[Any, ...]) -> None:
+        """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
         if not self._owner.is_fsdp2:
-            return prepared
-        results = prepared if len(objects) > 1 else (prepared,)
+            return
         for each in results:
             if isinstance(each, torch.nn.Module):
                 self.attach_model(each)
@@ -108,7 +112,6 @@ class Session:
                 accelerated: Any = each
                 accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
                 self._keep_for(each)
-        return prepared
 
     def prepare_model(
         self,
@@ -235,7 +238,7 @@ class Session:
         self._attached.add(model)
         hook = WeakHook(self._begin_micro_batch)
         # After `attach`, whose hook is prepended too: the hint comes before its forward pass.
-        self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
+        self._hooks.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that keeps its states in tiers."""
@@ -247,7 +250,7 @@ class Session:
             wrapped = self.engine.attach(optimizer=optimizer)
         if not self._counts_steps:  # Of several optimizers, the steps of the first.
             self._counts_steps = True
-            self._handles.append(wrapped.register_step_post_hook(self._after_step))
+            self._hooks.callback(wrapped.register_step_post_hook(self._after_step).remove)
         return wrapped
 
     @contextmanager
@@ -290,9 +293,7 @@ class Session:
 
     def close(self) -> None:
         """Close the engine and remove all hooks; the session may open a new engine later."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._attached.clear()
         self._attached_again.clear()
         self._optimizers.clear()
@@ -319,24 +320,21 @@ class DeepSpeedSession(Session):
                 plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(config_sections.for_activations(config), metrics_every, accelerator)
 
-    def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
+    def _attach_prepared(self, results: tuple[Any, ...]) -> None:
         """Attach the DeepSpeed engines among the results."""
         import deepspeed
 
-        self.begin(*objects)
-        prepared = original(*objects, **options)
-        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+        for each in results:
             # An engine without an optimizer is only evaluated.
             if isinstance(each, deepspeed.DeepSpeedEngine) and each.optimizer is not None:
                 self.attach_model(each)
-        return prepared
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
         is_new = model not in self._attached
         super().attach_model(model)
         if is_new and model in self._attached and (weights := install(self.engine, model)):
-            self._handles.append(weights)
+            self._hooks.callback(weights.remove)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer unchanged."""

@@ -35,8 +35,6 @@ else:
     # The concrete class has the base of its own family.
     _Strategy = object
 
-_INSTALLED = "_ssd_offload_installed"
-
 
 class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
     """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
@@ -160,10 +158,8 @@ class _AddsGroups:
 
 
 def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStrategy]) -> None:
-    """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
+    """Register a strategy with the registry and the class `Fabric` of its install."""
     engine_strategy.register_in(registry, strategy)
-    if getattr(fabric, _INSTALLED, False):
-        return
     original = fabric.no_backward_sync
 
     @functools.wraps(original)
@@ -174,4 +170,3 @@ def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStr
         return context
 
     fabric.no_backward_sync = no_backward_sync
-    setattr(fabric, _INSTALLED, True)
