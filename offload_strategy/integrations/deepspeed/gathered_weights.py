@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
 
 
-#: An attribute of storages: the parameters that were gathered in one, by their `id`.
-_GATHERED = "_ssd_offload_gathered"
-
-
 class GatheredWeights:
-    """Notes the storages of gathered parameters; its hooks must be registered after DeepSpeed's."""
+    """The storages of gathered parameters; its hooks must be registered after DeepSpeed's."""
 
     def __init__(self, module: nn.Module) -> None:
+        # By the address of a storage, which the weights of several parameters may share.
+        self._by_storage: dict[int, dict[int, weakref.ref[nn.Parameter]]] = {}
+        self._storages: dict[int, int] = {}
         hook = WeakHook(self._note)
         self._handles = [each.register_forward_pre_hook(hook) for each in module.modules()]
 
@@ -36,22 +35,29 @@ class GatheredWeights:
         own = [each for each in module.parameters(recurse=False) if _is_of_zero3(each)]
         external = dict(getattr(module, "_external_params", {})).values()
         for parameter in (*own, *external):
-            # The weights of several parameters may share a storage.
-            gathered = vars(parameter.untyped_storage()).setdefault(_GATHERED, {})
-            gathered[id(parameter)] = weakref.ref(parameter)
+            name, storage = id(parameter), int(parameter.untyped_storage()._cdata)
+            earlier = self._storages.get(name)
+            if earlier == storage:
+                continue
+            if earlier is not None and (those := self._by_storage.get(earlier)) is not None:
+                those.pop(name, None)
+                if not those:
+                    del self._by_storage[earlier]
+            self._storages[name] = storage
+            self._by_storage.setdefault(storage, {})[name] = weakref.ref(parameter)
 
     def save(self, tensor: torch.Tensor) -> GatheredWeight | None:
         """Return the handle that autograd keeps for a saved weight, or None for other tensors."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
-        storage = tensor.untyped_storage()
-        for reference in getattr(storage, _GATHERED, {}).values():
+        address = int(tensor.untyped_storage()._cdata)
+        for reference in self._by_storage.get(address, {}).values():
             if (parameter := reference()) is None:
                 continue
             values = parameter.data
             offset = int(tensor.storage_offset() - values.storage_offset())
-            # It may have been taken apart, and gathered elsewhere, since.
-            is_there = values.untyped_storage() is storage
+            # Addresses are reused, so the parameter must still have this storage.
+            is_there = int(values.untyped_storage()._cdata) == address
             if is_there and tensor.dtype == values.dtype and _fits(tensor, offset, values.numel()):
                 return GatheredWeight(parameter, tensor.shape, tensor.stride(), offset)
         return None
@@ -61,6 +67,8 @@ class GatheredWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._by_storage.clear()
+        self._storages.clear()
 
 
 class GatheredWeight(NamedTuple):
