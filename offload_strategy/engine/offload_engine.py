@@ -30,6 +30,7 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
 from offload_strategy.telemetry import Recorder, get_logger
@@ -82,7 +83,7 @@ class OffloadEngine(EngineReports):
         divided = self.config.divided(processes)
         self._resources = Resources(divided, self._recorder, processes)
         self._metrics = Metrics(divided, self._resources)
-        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
         self._registry = ParameterRegistry()
         self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
         self._is_block = is_block

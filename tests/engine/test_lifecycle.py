@@ -6,6 +6,8 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 import weakref
 from code import InteractiveInterpreter
 from contextlib import suppress
@@ -17,6 +19,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError
+from offload_strategy.io.backends import posix
 from tests.distributed.ranks import run_ranks
 from tests.engine.test_engine import model, train
 from tests.integrations.support import python, succeeded
@@ -386,3 +389,40 @@ def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk):
     assert [reference() for reference in seen] == [None, None]
     with activations_only(disk):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_garbage_that_an_io_thread_collects_does_not_stop_the_collector(disk, monkeypatch):
+    collected = threading.Event()
+    write = posix.write_all
+
+    def collecting(*args):
+        may_collect.wait(30)
+        write(*args)
+        if not collected.is_set():
+            gc.collect()  # as any allocation of this thread may do
+            collected.set()
+
+    may_collect = threading.Event()
+    monkeypatch.setattr(posix, "write_all", collecting)
+    gc.disable()
+    try:
+        engine = OffloadEngine(settings(disk, io={"backend": "posix", "threads": 1}))
+        region, net = engine._resources.regions[0], model()
+        engine.attach(net)
+        cycle = [engine, net, net(torch.randn(64, 8))]
+        cycle.append(cycle)
+        del engine, net, cycle
+        may_collect.set()
+        assert collected.wait(30)
+    finally:
+        gc.enable()
+    deadline = time.monotonic() + 30
+    while region.fd >= 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert region.fd < 0
+    cycle = [weakref.WeakSet()]
+    cycle.append(cycle)
+    alive = weakref.ref(cycle[0])
+    del cycle
+    gc.collect()
+    assert alive() is None

@@ -40,6 +40,7 @@ from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.accelerate.state_saving import streaming
 from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import install
+from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
@@ -216,7 +217,8 @@ class Session:
         if prepared in self._optimizers:
             return
         self._optimizers.add(prepared)
-        weakref.finalize(prepared, WeakHook(self._close_if_dropped)).atexit = False
+        close = WeakHook(self._close_if_dropped)
+        weakref.finalize(prepared, run_off_pools, close).atexit = False
 
     def _close_if_dropped(self) -> None:
         """Close a retired engine as soon as the script has dropped its optimizers."""

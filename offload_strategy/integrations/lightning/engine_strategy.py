@@ -51,11 +51,12 @@ class EngineOwner:
 
     def _open_engine(self, config: OffloadConfig, processes: int | None) -> OffloadEngine:
         from offload_strategy.engine.offload_engine import OffloadEngine
+        from offload_strategy.io.backends.thread_pool import run_off_pools
 
         self._close_engine()
         self._engine = engine = OffloadEngine(config, processes=processes)
         # The model's hooks keep the engine alive, and the model may outlive the strategy.
-        self._when_gone = weakref.finalize(self, engine.close)
+        self._when_gone = weakref.finalize(self, run_off_pools, engine.close)
         return engine
 
     def _close_engine(self) -> None:

@@ -10,6 +10,7 @@ Each idle thread sleeps on a lock of its own instead.
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 from collections import deque
@@ -45,6 +46,26 @@ def run_within(seconds: float, call: Callable[[], _Result], name: str) -> Future
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return ended if wait([ended], seconds).done else None
+
+
+class _ThisThread(threading.local):
+    is_of_pool = False
+
+
+_this_thread = _ThisThread()
+
+
+def run_off_pools(call: Callable[[], object]) -> None:
+    """Call at once, or on another thread if this one is of a pool; for finalizers that wait.
+
+    Garbage may be collected on any thread. One of a pool would wait for its own job, for ever, and
+    until then no garbage would be collected any more.
+    """
+    if _this_thread.is_of_pool:
+        # Not a `threading.Thread`: whoever allocates here may hold the lock of that module.
+        _thread.start_new_thread(call, ())
+    else:
+        call()
 
 
 class ThreadPool:
@@ -156,6 +177,7 @@ class ThreadPool:
         self._ending = {thread for thread in self._ending if thread.is_alive()}
 
     def _main(self) -> None:
+        _this_thread.is_of_pool = True
         while True:
             try:
                 self._run_jobs()
