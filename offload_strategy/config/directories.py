@@ -48,11 +48,10 @@ def expand_path(path: str) -> str:
         raise ValueError("the path is empty")
     if "\0" in path:
         raise ValueError(f"{path!r} contains a null character")
-    expanded = os.path.expandvars(path)
-    unset = re.search(r"\$(\w+|\{[^}]*\})", expanded)
-    if unset and unset[0] in path:
-        raise ValueError(f"{path!r} uses the environment variable {unset[0]}, which is not set")
-    return os.path.abspath(os.path.expanduser(expanded))
+    for used in re.finditer(r"\$(?:(\w+)|\{([^}]*)\})", path):
+        if (used[1] or used[2]) not in os.environ:
+            raise ValueError(f"{path!r} uses the environment variable {used[0]}, which is not set")
+    return os.path.abspath(os.path.expanduser(os.path.expandvars(path)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,8 @@ class OffloadConfig(Section):
         for tier in self.tiers:
             shared = {"capacity": tier.capacity, "writes_per_day": tier.writes_per_day}
             parts = {name: size and max(1, size // among) for name, size in shared.items()}
-            tiers.append(tier.model_copy(update=parts))
+            rated = tier.endurance_tbw and tier.endurance_tbw / among
+            tiers.append(tier.model_copy(update={**parts, "endurance_tbw": rated}))
         return self.model_copy(update={"tiers": tiers})
 
     def to_yaml(self) -> str:

@@ -119,7 +119,8 @@ def _parse(text: str, label: str, is_json: bool = False) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{label} is not valid JSON: {error.msg} in {place}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Constructors of YAML's types raise others than YAML's own: a month 13, `!!int abc`.
         problem, mark = getattr(error, "problem", error), getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{label} is not valid YAML: {problem}{place}") from None

@@ -95,8 +95,8 @@ class Metrics:
                 parts = [f"{name} {format_size(moved[name, 'written'])}" for name in CLIENTS]
                 self._warn(
                     ("budget", tier.name),
-                    f"{written / budget / days:.3g} times what tiers[].writes_per_day "
-                    f"({format_size(budget)}) allows until now. It cannot be kept: activations "
+                    f"{written / budget / days:.3g} times what tiers[].writes_per_day allows it "
+                    f"({format_size(budget)}) until now. It cannot be kept: activations "
                     f"leave only where memory has no room for them, and the rest must move "
                     f"(so far {', '.join(parts)}). More memory, a dram tier before it, larger "
                     f"steps (accumulation) or optimizer.overlap: off write less.",
@@ -104,9 +104,10 @@ class Metrics:
             if written >= tier.endurance_share * rated:
                 self._warn(
                     ("rating", tier.name),
-                    f"{written / rated:.2g} of the {tier.endurance_tbw:.4g} TB that its drives are "
-                    f"rated for (tiers[].endurance_share: {tier.endurance_share:g}). At this rate "
-                    f"they last {_years(rated, written, elapsed):.2g} years. A dram tier before "
+                    f"{written / rated:.2g} of the {tier.endurance_tbw:.4g} TB that are its part "
+                    f"of what the drives are rated for (tiers[].endurance_share: "
+                    f"{tier.endurance_share:g}). At this rate they last "
+                    f"{_years(rated, written, elapsed):.2g} years. A dram tier before "
                     f"it, or a smaller activations.budget, writes less.",
                 )
 
@@ -116,7 +117,7 @@ class Metrics:
             written = format_size(self._recorder.tier_bytes[what[1], Direction.WRITE])
             hours = (perf_counter() - self._started_at) / 3600
             logger.warning(
-                "tier %s: this run has written %s in %.1f h, %s", what[1], written, hours, text
+                "tier %s: this process has written %s in %.1f h, %s", what[1], written, hours, text
             )
 
 

@@ -307,7 +307,7 @@ def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monk
         monkeypatch.setattr(budgets, "available_bytes", lambda: 0)
     training.run(training.config(states / 4), steps=20)
     (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
-    assert told.startswith("tier nvme: this run has written")
+    assert told.startswith("tier nvme: this process has written")
     assert "cannot be kept" in told
     assert training.written[-1] == (activations * (1 if has_room else 20), 20 * states)
 

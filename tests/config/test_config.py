@@ -150,12 +150,22 @@ def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
         config.activations.enabled = False
 
 
+def test_processes_share_what_drives_may_be_written():
+    disk = {"name": "a", "kind": "ssd", "path": "/a", "endurance_tbw": 1200, "writes_per_day": 80}
+    (tier,) = OffloadConfig.load({"tiers": [disk]}).divided(8).tiers
+    assert (tier.endurance_tbw, tier.writes_per_day) == (150, 10)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("activations:\n  min_size: [1MiB\nio: {}\n", "not valid YAML.* in line 3"),
         ("memory: {pinned: 1MiB}\nmemory: {}\n", "'memory' is given twice in line 2"),
         ("memory: !!python/object/apply:os.system [true]", "not valid YAML"),
+        ("tiers: [{name: 2024-13-01}]", "not valid YAML"),
+        ("io: {threads: !!int abc}", "not valid YAML"),
+        ("io: {direct: !!bool foo}", "not valid YAML"),
+        ("tiers: !!map [1]", "not valid YAML"),
         ("compute_environment: LOCAL_MACHINE\n", "has no 'ssd_offload_config:' section"),
         ("ssd_offload_config: other.yaml", "leads back to itself"),
         ("- a\n", "allowed are sections"),
@@ -282,6 +292,11 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
     assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
     assert path("~/offload") == Path("/home/me/offload")
     assert path("offload") == Path.cwd() / "offload"
+    monkeypatch.setenv("SCRATCH", "/scratch/$weird")
+    assert path("${SCRATCH}/offload") == Path("/scratch/$weird/offload")
+    for text in ("$SCRATCH/$NOWHERE", "$SCRATCH/${NOWHERE}", "${}/offload"):
+        with pytest.raises(ValueError, match=r"(NOWHERE|{})}?, which is not set"):
+            path(text)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
