@@ -48,6 +48,8 @@ _OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 #: Options that have an effect only with GPUs.
 _OF_GPUS = ("devices", "machines", "interconnect", "network")
+#: Options for what is between several machines, or devices, and the option that says how many.
+_BETWEEN = {"network": "machines", "interconnect": "devices"}
 _PROBE_SECONDS = 0.5
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
@@ -125,13 +127,19 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     """
     named = options.gpu not in (None, CPU)
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
+    if gpu is None:
+        why = "for GPUs, each with a rank: leave it out, or say which --device"
+        _refuse(options, _OF_GPUS, why)
+    for name, several in _BETWEEN.items():
+        if getattr(options, several) in (None, 1):
+            why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
+            _refuse(options, [name], why)
     memory = options.host_memory or available_bytes()
     drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
     if gpu is not None:
         given = {name: getattr(options, name) for name in _OF_GPUS}
         given = {name: value for name, value in given.items() if value is not None}
         return Request(shape, gpu, drives, memory, options.flops, **given)
-    _refuse(options, _OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
     longest = max(options.sequences or [options.sequence])
     rates = {"flops": options.flops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
