@@ -239,7 +239,8 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
     drives, batch = request.drives, space.batch or 1
     memory = "memory_bytes" if isinstance(request, CpuRequest) else "host_memory_bytes"
     has, now = getattr(request, memory), fastest.best.tokens_per_second
-    gpus = sorted(table("device").values(), key=lambda one: one.flops)
+    known = {gpu.name: gpu for gpu in table("device").values()}  # which has aliases as well
+    gpus = sorted(known.values(), key=lambda one: one.flops)
     on_gpu = Request(request.shape, gpus[0], drives, has)
     if not isinstance(request, CpuRequest):
         on_gpu = replace(request, sustained_flops=None)
@@ -257,7 +258,8 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
         changes["machines"] = [(n, replace(request, machines=n), space) for n in counts]
     for what, tried in changes.items():
         for amount, changed, searched in tried:
-            found = search(changed, searched)
+            is_new = (changed, searched) != (request, space)  # GPUs are tried with its own as well
+            found = search(changed, searched) if is_new else fastest
             gain = found.best.tokens_per_second / now if found.candidates else 0.0
             if gain >= 2:
                 many = "more than 99" if gain > 99 else f"{gain:.1f}"
