@@ -289,8 +289,9 @@ class SearchResult:
             for stage in step.stages
             if stage.seconds
         ]
-        whole = ("the step", "", "", "", f"{step.seconds:.2f}", step.limit)
-        head = ["seconds of the first row", *step.stages[0].limits, "all", "limits"]
+        resources = step.stages[0].limits
+        whole = ("the step", *[""] * len(resources), f"{step.seconds:.2f}", step.limit)
+        head = ["seconds of the first row", *resources, "all", "limits"]
         return markdown_table(" | ".join(head), [*rows, whole])
 
     def _drives(self) -> str:
