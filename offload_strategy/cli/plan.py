@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from offload_strategy.cli.options import Command, Option, rate
+from offload_strategy.cli.options import Command, Option, flags, given, rate
 from offload_strategy.cli.plan_search import CPU, check_search_options, plan_here, plan_search
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
@@ -163,9 +163,8 @@ def _plan_model(options: argparse.Namespace) -> int:
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
     """Raise a ConfigError that names options that are missing."""
-    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(f"give {', '.join(missing)} as well{otherwise}")
+    if missing := [name for name in names if getattr(options, name) is None]:
+        raise ConfigError(f"give {flags(missing)} as well{otherwise}")
 
 
 def _shape(options: argparse.Namespace) -> TransformerShape:
@@ -196,9 +195,8 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
 
 def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     """Plan and replay a profiled step; return 1 if it does not fit."""
-    given = {"read": options.read, "write": options.write}
-    rates = {name: rate for name, rate in given.items() if rate is not None}
-    if profile.path is None and len(rates) < len(given):
+    rates = given(options, "read", "write")
+    if profile.path is None and len(rates) < 2:
         raise ConfigError("the profile knows no path: give --read and --write")
     path = replace(profile.path or PathRates("path", 1.0, 1.0), **rates)
     profile, limit = replace(profile, paths=(path,)), options.device_memory

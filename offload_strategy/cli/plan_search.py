@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import check_writable
+from offload_strategy.cli.options import check_writable, flags, given
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
@@ -50,7 +50,6 @@ _OF_CPU = ("update_rate", "read", "write", "duplex")
 _OF_GPUS = ("devices", "machines", "interconnect", "network")
 #: Options for what is between several machines, or devices, and the option that says how many.
 _BETWEEN = {"network": "machines", "interconnect": "devices"}
-_PROBE_SECONDS = 0.5
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
 _LESS = 0.85
@@ -76,11 +75,8 @@ def check_search_options(options: argparse.Namespace) -> None:
 
 
 def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    values = {name: getattr(options, name) for name in names}
-    # By identity: 0 counts as given.
-    found = [name for name, value in values.items() if value is not None and value is not False]
-    if found:
-        raise ConfigError(f"{', '.join('--' + name.replace('_', '-') for name in found)}: {why}")
+    if found := given(options, *names):
+        raise ConfigError(f"{flags(found)}: {why}")
 
 
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
@@ -101,21 +97,16 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
 
 
 def _space(options: argparse.Namespace) -> Space:
-    allowed = options.allow or ()
-    overlaps: tuple[Overlap, ...] = get_args(Overlap)
-    dtypes: tuple[StateType, ...] = get_args(StateType)
     if options.batch is not None:
         _refuse(
             options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
         )
-    names = ("batch", "max_batch", "max_tokens", "tolerance")
-    values = {name: getattr(options, name) for name in names}
-    return Space(
-        sequences=tuple(options.sequences or (options.sequence,)),
-        **{name: value for name, value in values.items() if value is not None},
-        overlaps=tuple(one for one in overlaps if one != "eager" or one in allowed),
-        state_dtypes=tuple(one for one in dtypes if one == "float32" or one in allowed),
-    )
+    chosen = given(options, "batch", "max_batch", "max_tokens", "tolerance")
+    if "eager" in (options.allow or ()):
+        chosen["overlaps"] = get_args(Overlap)
+    if "bfloat16" in (options.allow or ()):
+        chosen["state_dtypes"] = get_args(StateType)
+    return Space(tuple(options.sequences or (options.sequence,)), **chosen)
 
 
 def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
@@ -137,9 +128,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     memory = options.host_memory or available_bytes()
     drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
     if gpu is not None:
-        given = {name: getattr(options, name) for name in _OF_GPUS}
-        given = {name: value for name, value in given.items() if value is not None}
-        return Request(shape, gpu, drives, memory, options.flops, **given)
+        return Request(shape, gpu, drives, memory, options.flops, **given(options, *_OF_GPUS))
     longest = max(options.sequences or [options.sequence])
     rates = {"flops": options.flops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
@@ -156,7 +145,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         return drive_set(options.ssd)
     directories = options.dir or (default_directory(),)
     if options.read is None:
-        return as_drives(directories, _PROBE_SECONDS)
+        return as_drives(directories)
     try:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
