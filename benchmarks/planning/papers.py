@@ -172,7 +172,7 @@ def host_memory(shape: TransformerShape, *, memascend: bool) -> dict[str, int]:
     to the next power of two (section III-B).
     """
     buffers = weight_buffers(shape)
-    largest = max(shape.vocabulary * shape.hidden, *shape.layer_matrices(0))
+    largest = max(shape.vocabulary * shape.hidden, *shape.layer_matrices())
     weight, state, gradients = 2 * largest, 4 * largest, 4 * shape.parameters
     kept = {"states": _STATE_BUFFERS * state, "swap-out": _SWAP_BUFFERS * weight}
     if memascend:

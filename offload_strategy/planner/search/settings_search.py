@@ -160,9 +160,8 @@ def _orders(model: Model, settings: Settings) -> Iterator[Placement]:
     placement = _with_blocks(model, settings)
     yield placement
     kinds = model.competing(placement) if placement.ok else ()
-    for order in itertools.permutations(kinds):
-        if order != kinds:
-            yield model.place(replace(placement.settings, host_priority=order))
+    for order in itertools.islice(itertools.permutations(kinds), 1, None):
+        yield model.place(replace(placement.settings, host_priority=order))
 
 
 def _with_blocks(model: Model, settings: Settings) -> Placement:
