@@ -120,9 +120,11 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
                 "written_bytes": rates[Direction.WRITE].nbytes,
                 "read_bytes": rates[Direction.READ].nbytes,
             }
-            # A run begins with these rates, and its report has them as the ceiling.
+            # A run begins with these rates, and its report has them as the ceiling. What runs have
+            # observed counts for more, an earlier probe does not.
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
-            save_rates(of, {**rates, **load_rates(of)})
+            observed = {way: one for way, one in load_rates(of).items() if one.source == "observed"}
+            save_rates(of, {**rates, **observed})
             latencies = write_latencies(
                 region,
                 backend,
