@@ -224,13 +224,13 @@ def load_json(file: Path, kind: type[_Data], what: str, how: str) -> _Data:
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
         return TypeAdapter(kind).validate_python(found)
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        if isinstance(detail["input"], str | int | float):
-            message += f", not {detail['input']!r}"
-        reason = f"{where}: {message}" if where else message
-        raise ConfigError(f"{file} cannot be read as {what}: {reason}. {how}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as {what}: {error}. {how}") from error
+        reason = str(error)
+        if isinstance(error, ValidationError):  # whose own text has several lines
+            detail = error.errors(include_url=False)[0]
+            where = ".".join(map(str, detail["loc"]))
+            message = detail["msg"].removeprefix("Value error, ")
+            reason = f"{where}: {message}" if where else message
+            if isinstance(detail["input"], str | int | float):
+                reason += f", not {detail['input']!r}"
+        raise ConfigError(f"{file} cannot be read as {what}: {reason}. {how}") from error

@@ -31,7 +31,8 @@ class TransformerShape:
     feed_forward: int | None = None
     gated: bool = False  # Whether a third product gates it (SwiGLU)
     tied: bool = True  # Whether embedding and head are one matrix
-    max_positions: int = 0  # Learned positions; of "gpt" and "bert" alone
+    # Longest sequence, if it is known; "gpt" and "bert" have learned positions for it
+    max_positions: int = 0
     head_size: int | None = None  # None for hidden / heads
     # Whether queries, keys and values have biases though the kind has none (Qwen2)
     qkv_bias: bool = False
