@@ -144,7 +144,7 @@ MEGATRON_RUNS = [
 def timed(model: GpuModel, settings: Settings) -> Candidate:
     """Settings, which need not fit, with the time of their step."""
     placement = model.place(settings)
-    return Candidate(placement, model.step_time(placement))
+    return Candidate(placement, model.step_time(placement), model.request)
 
 
 def fuyou(batch: int, drives: int) -> Candidate:

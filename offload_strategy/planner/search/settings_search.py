@@ -44,13 +44,12 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     kinds: dict[object, list[Candidate]] = defaultdict(list)
     refused: list[Placement] = []
-    ranks = request.devices, request.machines
 
     def try_settings(settings: Settings) -> None:
         """Time settings with every order of host memory, or note that they do not fit."""
         for placement in _orders(model, settings):
             if placement.ok:
-                candidate = Candidate(placement, model.step_time(placement), *ranks)
+                candidate = Candidate(placement, model.step_time(placement), request)
                 kinds[_kind(candidate)].append(candidate)
             else:
                 refused.append(placement)
