@@ -284,18 +284,11 @@ def growth_table(growth: dict[int, SearchResult]) -> Iterator[str]:
             continue
         one, step = found.best, found.best.step
         least = least or one.tokens_per_second / n
+        speed, linear = rounded(one.tokens_per_second), one.tokens_per_second / n / least
         link = step.moved_bytes("to_device", "from_device")
         moved = link, one.read_bytes + one.written_bytes, step.moved_bytes("exchanged")
-        rows.append(
-            (
-                n,
-                rounded(one.tokens_per_second),
-                f"{one.tokens_per_second / n / least:.0%}",
-                f"{step.seconds:.2f} s",
-                step.limit,
-                *(f"{nbytes / 1e9:.1f} GB" for nbytes in moved),
-            )
-        )
+        sizes = (f"{nbytes / 1e9:.1f} GB" for nbytes in moved)
+        rows.append((n, speed, f"{linear:.0%}", f"{step.seconds:.2f} s", step.limit, *sizes))
     if rows:
         yield markdown_table(
             "machines | tokens/s | of linear | step | limits | a link moves | the drives of a "

@@ -138,7 +138,7 @@ def measured_cores(
         used = 1 if quickly else threads
         torch.set_num_threads(used)
         try:
-            flops, pass_seconds = _layer(shape, min(sequence, _LONGEST), quickly)
+            flops, pass_seconds = _layer(shape, sequence, quickly)
         finally:
             torch.set_num_threads(threads)
         flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
@@ -165,11 +165,8 @@ def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float
         width, width // size, feed_forward, dropout=0.0, activation="gelu",
         batch_first=True, norm_first=True,
     )  # fmt: skip
-    seen = replace(
-        shape, kind="gpt", layers=1, hidden=width, heads=width // size, kv_heads=None,
-        feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
-    )  # fmt: skip
-    sequence = _QUICK_LENGTH if quickly else sequence
+    seen = TransformerShape("gpt", 1, width, width // size, 1, feed_forward=feed_forward)
+    sequence = _QUICK_LENGTH if quickly else min(sequence, _LONGEST)
 
     def passes(batch: int) -> Callable[[], None]:
         inputs = torch.randn(batch, sequence, width, requires_grad=True)
