@@ -144,7 +144,7 @@ MEGATRON_RUNS = [
 def timed(model: GpuModel, settings: Settings) -> Candidate:
     """Settings, which need not fit, with the time of their step."""
     placement = model.place(settings)
-    return Candidate(placement, model.step_time(placement))
+    return Candidate(placement, model.step_time(placement), model.request)
 
 
 def fuyou(batch: int, drives: int) -> Candidate:
@@ -172,7 +172,7 @@ def host_memory(shape: TransformerShape, *, memascend: bool) -> dict[str, int]:
     to the next power of two (section III-B).
     """
     buffers = weight_buffers(shape)
-    largest = max(shape.vocabulary * shape.hidden, *shape.layer_matrices(0))
+    largest = max(shape.vocabulary * shape.hidden, *shape.layer_matrices())
     weight, state, gradients = 2 * largest, 4 * largest, 4 * shape.parameters
     kept = {"states": _STATE_BUFFERS * state, "swap-out": _SWAP_BUFFERS * weight}
     if memascend:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Command, Option, check_writable, rate
+from offload_strategy.cli.options import Command, Option, check_writable, given, rate
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -50,8 +50,8 @@ _OPTIONS: list[Option] = [
 
 def _bench(options: argparse.Namespace) -> int:
     names = ("threads", "block_size", "backend")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    io = OffloadConfig(io=OffloadConfig.load(None).io.model_dump(exclude_unset=True) | given).io
+    configured = OffloadConfig.load(None).io.model_dump(exclude_unset=True)
+    io = OffloadConfig(io=configured | given(options, *names)).io
     options.threads, options.block_size = io.threads_to_use(), io.block_size
     options.backend = io.backend
     if options.json not in (None, "-"):
@@ -120,9 +120,11 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
                 "written_bytes": rates[Direction.WRITE].nbytes,
                 "read_bytes": rates[Direction.READ].nbytes,
             }
-            # A run begins with these rates, and its report has them as the ceiling.
+            # A run begins with these rates, and its report has them as the ceiling. What runs have
+            # observed counts for more, an earlier probe does not.
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
-            save_rates(of, {**rates, **load_rates(of)})
+            observed = {way: one for way, one in load_rates(of).items() if one.source == "observed"}
+            save_rates(of, {**rates, **observed})
             latencies = write_latencies(
                 region,
                 backend,

@@ -57,7 +57,7 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     else:
         yield Check("config", OK, f"tiers: {', '.join(tier.name for tier in config.tiers)}")
     for name, checks in {
-        "storage": _backends(config),
+        "storage": _storage(config),
         "memory": _memory(config),
         "paths": _paths(config, paths),
     }.items():
@@ -68,9 +68,10 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
             yield Check(name, WARNING, found, "please report this with the whole output")
 
 
-def _backends(config: OffloadConfig) -> Iterator[Check]:
+def _storage(config: OffloadConfig) -> Iterator[Check]:
     # Here, so that one that fails does not end the other checks.
     yield from machine_checks.check_backends(config.io.backend, available_backends())
+    yield machine_checks.check_encryption(config.io.encryption)
 
 
 def _memory(config: OffloadConfig) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks of the machine in `ssd-offload doctor`: Python, torch, memory, limits, GPU, backends.
+"""Checks of the machine in `ssd-offload doctor`: torch, memory, limits, GPU, backends, encryption.
 
 Figures of the system are arguments where they matter, so that every result can be tested on any
 machine.
@@ -17,7 +17,9 @@ from typing import Literal, get_args
 import torch
 
 from offload_strategy.config import OffloadConfig
-from offload_strategy.units import format_size
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.io.queues.encryption import BlockCipher
+from offload_strategy.units import PAGE_BYTES, format_size
 
 #: The oldest version that the package supports (see pyproject.toml).
 _OLDEST_TORCH = (2, 10)
@@ -37,6 +39,12 @@ class Check:
     status: Status
     found: str
     advice: str = ""
+
+
+def refused(name: str, error: OffloadError) -> Check:
+    """Return a problem from an error: its first sentence says what, the others what to do."""
+    found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
+    return Check(name, PROBLEM, found, advice[0] if advice else "name another path")
 
 
 def check_torch() -> Check:
@@ -99,6 +107,17 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> Iterator
             yield Check(label, OK, f"cannot run, and is not needed: {reason}")
     if all(reason is not None for reason in available.values()):
         yield Check("backends", PROBLEM, "none can run", "install what is missing above")
+
+
+def check_encryption(wanted: bool) -> Check:
+    """Check the package cryptography, which is needed if `io.encryption` is wanted."""
+    try:
+        BlockCipher(PAGE_BYTES)
+    except ConfigError as error:
+        if wanted:
+            return refused("encryption", error)
+        return Check("encryption", OK, f"cannot be used, and is not needed: {error}")
+    return Check("encryption", OK, "the package cryptography can be used")
 
 
 def check_memory(

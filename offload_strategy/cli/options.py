@@ -77,6 +77,19 @@ class Command(NamedTuple):
         parser.set_defaults(run=self.run, parser=parser)
 
 
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the options that were given, by name; 0 counts as given."""
+    values = {name: getattr(options, name) for name in names}
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
+
+
+def flags(names: Iterable[str]) -> str:
+    """Return the names of options as they are written."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
 def check_writable(file: Path, force: bool) -> None:
     """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
     folder = file.absolute().parent

@@ -6,13 +6,12 @@ import contextlib
 import errno
 import logging
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check, refused
 from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.regions.directory_check import check_capacities
@@ -38,7 +37,7 @@ def check_path(
             stack.callback(region.close)
             takes_direct, room = region.direct, region.capacity
     except OffloadError as error:
-        yield _refused(f"{path}", error)
+        yield refused(f"{path}", error)
         return
     if path.is_block_device():
         yield Check(f"{path}: device", OK, "a raw block device that carries no data")
@@ -100,13 +99,7 @@ def check_together(capacities: Sequence[tuple[str, Path, int | None]]) -> Iterat
     try:
         check_capacities(capacities)  # each path has said how much room it has
     except OffloadError as error:
-        yield _refused("capacities", error)
-
-
-def _refused(name: str, error: OffloadError) -> Check:
-    """Return a problem from an error: its first sentence says what, the others what to do."""
-    found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
-    return Check(name, PROBLEM, found, advice[0] if advice else "name another path")
+        yield refused("capacities", error)
 
 
 def _check_unnamed_files(path: Path) -> Check:

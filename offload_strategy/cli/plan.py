@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from offload_strategy.cli.options import Command, Option, rate
+from offload_strategy.cli.options import Command, Option, flags, given, rate
 from offload_strategy.cli.plan_search import CPU, check_search_options, plan_here, plan_search
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import StepReplay, replay
-from offload_strategy.planner.model_presets import PRESETS, context_length, from_config, preset
+from offload_strategy.planner.model_presets import PRESETS, from_config, preset
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import format_size, markdown_table
@@ -132,17 +132,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_here(options: argparse.Namespace) -> int:
     """Plan for this machine, with the longest sequences that the model is made for."""
-    source = "as given"
+    shape, source = _shape(options), "as given"
     if options.sequence is None:
-        file, name = options.config_json, options.model
-        known = None
-        if file is not None:
-            known = context_length(file)
-        elif name is not None and name.lower() not in _KINDS:
-            known = preset(name).max_positions
+        known = 0 if (options.model or "").lower() in _KINDS else shape.max_positions
         source = "the model's context length" if known else "assumed: say another with --sequence"
         options.sequence = known or _USUAL_LENGTH
-    return plan_here(options, _shape(options), source)
+    return plan_here(options, shape, source)
 
 
 def _is_script(word: str) -> bool:
@@ -163,9 +158,8 @@ def _plan_model(options: argparse.Namespace) -> int:
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
     """Raise a ConfigError that names options that are missing."""
-    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(f"give {', '.join(missing)} as well{otherwise}")
+    if missing := [name for name in names if getattr(options, name) is None]:
+        raise ConfigError(f"give {flags(missing)} as well{otherwise}")
 
 
 def _shape(options: argparse.Namespace) -> TransformerShape:
@@ -177,8 +171,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
     if kind not in _KINDS:
         return preset(options.model)
     _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
-    # Learned positions are enough for the longest sequence.
-    longest = max(options.sequences or [options.sequence])
+    longest = max(options.sequences or [options.sequence or _USUAL_LENGTH])
     return TransformerShape(
         kind,
         layers=options.layers,
@@ -189,16 +182,15 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         feed_forward=options.feed_forward,
         gated=options.gated or kind == "llama",
         tied=kind != "llama",
-        max_positions=longest if kind in ("gpt", "bert") else 0,
+        max_positions=longest,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,
     )
 
 
 def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     """Plan and replay a profiled step; return 1 if it does not fit."""
-    given = {"read": options.read, "write": options.write}
-    rates = {name: rate for name, rate in given.items() if rate is not None}
-    if profile.path is None and len(rates) < len(given):
+    rates = given(options, "read", "write")
+    if profile.path is None and len(rates) < 2:
         raise ConfigError("the profile knows no path: give --read and --write")
     path = replace(profile.path or PathRates("path", 1.0, 1.0), **rates)
     profile, limit = replace(profile, paths=(path,)), options.device_memory

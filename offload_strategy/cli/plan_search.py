@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import check_writable
+from offload_strategy.cli.options import check_writable, flags, given
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
@@ -48,7 +48,8 @@ _OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 #: Options that have an effect only with GPUs.
 _OF_GPUS = ("devices", "machines", "interconnect", "network")
-_PROBE_SECONDS = 0.5
+#: Options for what is between several machines, or devices, and the option that says how many.
+_BETWEEN = {"network": "machines", "interconnect": "devices"}
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
 _LESS = 0.85
@@ -74,11 +75,8 @@ def check_search_options(options: argparse.Namespace) -> None:
 
 
 def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    values = {name: getattr(options, name) for name in names}
-    # By identity: 0 counts as given.
-    found = [name for name, value in values.items() if value is not None and value is not False]
-    if found:
-        raise ConfigError(f"{', '.join('--' + name.replace('_', '-') for name in found)}: {why}")
+    if found := given(options, *names):
+        raise ConfigError(f"{flags(found)}: {why}")
 
 
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
@@ -99,21 +97,16 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
 
 
 def _space(options: argparse.Namespace) -> Space:
-    allowed = options.allow or ()
-    overlaps: tuple[Overlap, ...] = get_args(Overlap)
-    dtypes: tuple[StateType, ...] = get_args(StateType)
     if options.batch is not None:
         _refuse(
             options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
         )
-    names = ("batch", "max_batch", "max_tokens", "tolerance")
-    values = {name: getattr(options, name) for name in names}
-    return Space(
-        sequences=tuple(options.sequences or (options.sequence,)),
-        **{name: value for name, value in values.items() if value is not None},
-        overlaps=tuple(one for one in overlaps if one != "eager" or one in allowed),
-        state_dtypes=tuple(one for one in dtypes if one == "float32" or one in allowed),
-    )
+    chosen = given(options, "batch", "max_batch", "max_tokens", "tolerance")
+    if "eager" in (options.allow or ()):
+        chosen["overlaps"] = get_args(Overlap)
+    if "bfloat16" in (options.allow or ()):
+        chosen["state_dtypes"] = get_args(StateType)
+    return Space(tuple(options.sequences or (options.sequence,)), **chosen)
 
 
 def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
@@ -125,13 +118,17 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     """
     named = options.gpu not in (None, CPU)
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
+    if gpu is None:
+        why = "for GPUs, each with a rank: leave it out, or say which --device"
+        _refuse(options, _OF_GPUS, why)
+    for name, several in _BETWEEN.items():
+        if getattr(options, several) in (None, 1):
+            why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
+            _refuse(options, [name], why)
     memory = options.host_memory or available_bytes()
     drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
     if gpu is not None:
-        given = {name: getattr(options, name) for name in _OF_GPUS}
-        given = {name: value for name, value in given.items() if value is not None}
-        return Request(shape, gpu, drives, memory, options.flops, **given)
-    _refuse(options, _OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
+        return Request(shape, gpu, drives, memory, options.flops, **given(options, *_OF_GPUS))
     longest = max(options.sequences or [options.sequence])
     rates = {"flops": options.flops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
@@ -148,7 +145,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         return drive_set(options.ssd)
     directories = options.dir or (default_directory(),)
     if options.read is None:
-        return as_drives(directories, _PROBE_SECONDS)
+        return as_drives(directories)
     try:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
@@ -231,7 +228,8 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
     drives, batch = request.drives, space.batch or 1
     memory = "memory_bytes" if isinstance(request, CpuRequest) else "host_memory_bytes"
     has, now = getattr(request, memory), fastest.best.tokens_per_second
-    gpus = sorted(table("device").values(), key=lambda one: one.flops)
+    known = {gpu.name: gpu for gpu in table("device").values()}  # which has aliases as well
+    gpus = sorted(known.values(), key=lambda one: one.flops)
     on_gpu = Request(request.shape, gpus[0], drives, has)
     if not isinstance(request, CpuRequest):
         on_gpu = replace(request, sustained_flops=None)
@@ -249,7 +247,8 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
         changes["machines"] = [(n, replace(request, machines=n), space) for n in counts]
     for what, tried in changes.items():
         for amount, changed, searched in tried:
-            found = search(changed, searched)
+            is_new = (changed, searched) != (request, space)  # GPUs are tried with its own as well
+            found = search(changed, searched) if is_new else fastest
             gain = found.best.tokens_per_second / now if found.candidates else 0.0
             if gain >= 2:
                 many = "more than 99" if gain > 99 else f"{gain:.1f}"
@@ -285,18 +284,11 @@ def growth_table(growth: dict[int, SearchResult]) -> Iterator[str]:
             continue
         one, step = found.best, found.best.step
         least = least or one.tokens_per_second / n
+        speed, linear = rounded(one.tokens_per_second), one.tokens_per_second / n / least
         link = step.moved_bytes("to_device", "from_device")
         moved = link, one.read_bytes + one.written_bytes, step.moved_bytes("exchanged")
-        rows.append(
-            (
-                n,
-                rounded(one.tokens_per_second),
-                f"{one.tokens_per_second / n / least:.0%}",
-                f"{step.seconds:.2f} s",
-                step.limit,
-                *(f"{nbytes / 1e9:.1f} GB" for nbytes in moved),
-            )
-        )
+        sizes = (f"{nbytes / 1e9:.1f} GB" for nbytes in moved)
+        rows.append((n, speed, f"{linear:.0%}", f"{step.seconds:.2f} s", step.limit, *sizes))
     if rows:
         yield markdown_table(
             "machines | tokens/s | of linear | step | limits | a link moves | the drives of a "

@@ -36,8 +36,8 @@ from offload_strategy.units import GiB, MiB
 
 #: Disks with less free space are not proposed.
 _LEAST_FREE_BYTES = 10 * GiB
-#: Seconds in each direction for a path of which nothing is known.
-_QUICK_SECONDS = 0.15
+#: Seconds in each direction for a path of which nothing is known: for `init`, and for a plan.
+_QUICK_SECONDS, _PROBE_SECONDS = 0.15, 0.5
 #: Wider products are no faster, longer sequences need no less memory.
 _WIDEST, _LONGEST = 768, 256
 _SEQUENCES = 4
@@ -97,9 +97,9 @@ def known_path(directory: str | Path, seconds: float = _QUICK_SECONDS) -> Drive:
         return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
 
 
-def as_drives(directories: Iterable[str | Path], seconds: float) -> Drive:
+def as_drives(directories: Iterable[str | Path]) -> Drive:
     """Return known paths as one drive: bytes are striped over them in proportion to their rates."""
-    known = [known_path(directory, seconds) for directory in directories]
+    known = [known_path(directory, _PROBE_SECONDS) for directory in directories]
     names = ("read", "write", "capacity_bytes")
     figures = {name: sum(getattr(one, name) for one in known) for name in names}
     source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
@@ -138,7 +138,7 @@ def measured_cores(
         used = 1 if quickly else threads
         torch.set_num_threads(used)
         try:
-            flops, pass_seconds = _layer(shape, min(sequence, _LONGEST), quickly)
+            flops, pass_seconds = _layer(shape, sequence, quickly)
         finally:
             torch.set_num_threads(threads)
         flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
@@ -165,11 +165,8 @@ def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float
         width, width // size, feed_forward, dropout=0.0, activation="gelu",
         batch_first=True, norm_first=True,
     )  # fmt: skip
-    seen = replace(
-        shape, kind="gpt", layers=1, hidden=width, heads=width // size, kv_heads=None,
-        feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
-    )  # fmt: skip
-    sequence = _QUICK_LENGTH if quickly else sequence
+    seen = TransformerShape("gpt", 1, width, width // size, 1, feed_forward=feed_forward)
+    sequence = _QUICK_LENGTH if quickly else min(sequence, _LONGEST)
 
     def passes(batch: int) -> Callable[[], None]:
         inputs = torch.randn(batch, sequence, width, requires_grad=True)

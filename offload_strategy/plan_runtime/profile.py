@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.telemetry import json_for_others
@@ -36,7 +36,7 @@ class TensorLife:
     """The lifetime of one tensor within a step."""
 
     name: str  # For people
-    nbytes: int
+    nbytes: Annotated[int, Field(ge=0)]
     # The second of its creation, and that of its use in backward, after which it is gone
     uses: tuple[float, float]
     # Until when its memory is in use even if it was offloaded, because training references it
@@ -44,8 +44,6 @@ class TensorLife:
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.nbytes < 0:
-            raise ValueError(f"{self.name}: bytes must not be negative, got {self.nbytes}")
         if list(self.uses) != sorted(self.uses) or not all(map(math.isfinite, self.uses)):
             raise ValueError(f"{self.name}: uses must be numbers that rise")
 
@@ -65,13 +63,8 @@ class PathRates:
     """Rates of a path, or of several together, in bytes per second; both run concurrently."""
 
     name: str
-    read: float
-    write: float
-
-    def __post_init__(self) -> None:
-        for rate in (self.read, self.write):
-            if not rate > 0:
-                raise ValueError(f"{self.name}: bytes per second must be more than 0, got {rate}")
+    read: Annotated[float, Field(gt=0)]
+    write: Annotated[float, Field(gt=0)]
 
     def seconds(self, nbytes: int, *, write: bool) -> float:
         """Return the seconds of a transfer on an idle path."""
@@ -224,13 +217,13 @@ def load_json(file: Path, kind: type[_Data], what: str, how: str) -> _Data:
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
         return TypeAdapter(kind).validate_python(found)
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        if isinstance(detail["input"], str | int | float):
-            message += f", not {detail['input']!r}"
-        reason = f"{where}: {message}" if where else message
-        raise ConfigError(f"{file} cannot be read as {what}: {reason}. {how}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as {what}: {error}. {how}") from error
+        reason = str(error)
+        if isinstance(error, ValidationError):  # whose own text has several lines
+            detail = error.errors(include_url=False)[0]
+            where = ".".join(map(str, detail["loc"]))
+            message = detail["msg"].removeprefix("Value error, ")
+            reason = f"{where}: {message}" if where else message
+            if isinstance(detail["input"], str | int | float):
+                reason += f", not {detail['input']!r}"
+        raise ConfigError(f"{file} cannot be read as {what}: {reason}. {how}") from error

@@ -38,9 +38,12 @@ _KEYS: Mapping[Kind, tuple[str, str]] = {
     "t5": (
         "layers=num_layers hidden=d_model heads=num_heads vocabulary=vocab_size feed_forward=d_ff "
         "head_size=d_kv",
-        "decoder_layers=num_decoder_layers",
+        "decoder_layers=num_decoder_layers max_positions=n_positions",
     ),
-    "llama": (_BERT_KEYS, "kv_heads=num_key_value_heads head_size=head_dim"),
+    "llama": (
+        _BERT_KEYS,
+        "kv_heads=num_key_value_heads head_size=head_dim max_positions=max_position_embeddings",
+    ),
 }
 
 
@@ -82,13 +85,6 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
         raise ConfigError(f"{where}: tie_word_embeddings is {tied!r}; give true or false")
     gated = kind == "llama" or "gated" in str(config.get("feed_forward_proj", ""))
     return TransformerShape(kind, **sizes, tied=tied, gated=gated, qkv_bias=named == "qwen2")
-
-
-def context_length(file: str | Path) -> int | None:
-    """Return the longest sequence that a config.json names in tokens, or None."""
-    config = _load(Path(file))[1]
-    named = (config.get(key) for key in ("n_positions", "max_position_embeddings"))
-    return next((value for value in named if isinstance(value, int) and value > 0), None)
 
 
 def _load(path: Path) -> tuple[str, Mapping[str, Any]]:

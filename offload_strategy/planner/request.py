@@ -22,6 +22,7 @@ are written and read, 0.1 s are hooks and 0.1 s are lost to I/O threads (docs/ac
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -259,8 +260,7 @@ class CpuRequest:
     def assumptions(self, state_dtypes: Iterable[StateType]) -> list[str]:
         """Return what the figures rest on, a line each; they hold for all types of states."""
         cores = self.cores
-        named = {**dict.fromkeys(Cores.__slots__, ""), **cores.sources}
-        of = {name: f" ({source})" if source else "" for name, source in named.items()}
+        of = defaultdict(str, {name: f" ({source})" for name, source in cores.sources.items()})
         return [
             f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
             f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass{of['flops']}",

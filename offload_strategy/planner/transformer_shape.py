@@ -31,7 +31,8 @@ class TransformerShape:
     feed_forward: int | None = None
     gated: bool = False  # Whether a third product gates it (SwiGLU)
     tied: bool = True  # Whether embedding and head are one matrix
-    max_positions: int = 0  # Learned positions; of "gpt" and "bert" alone
+    # Longest sequence, if it is known; "gpt" and "bert" have learned positions for it
+    max_positions: int = 0
     head_size: int | None = None  # None for hidden / heads
     # Whether queries, keys and values have biases though the kind has none (Qwen2)
     qkv_bias: bool = False
@@ -87,12 +88,12 @@ class TransformerShape:
         """Whether products and norms have biases."""
         return self.kind in ("gpt", "bert")
 
-    def layer_matrices(self, index: int) -> list[int]:
-        """Elements of each matrix of a layer; those of a decoder attend to an encoder as well."""
+    def layer_matrices(self, *, crosses: bool = False) -> list[int]:
+        """Elements of each matrix of a layer; with `crosses` it attends to an encoder as well."""
         h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
         attention = [h * q, h * kv, h * kv, q * h]
         feed_forward = (3 if self.gated else 2) * [h * f]
-        return (2 if self._crosses(index) else 1) * attention + feed_forward
+        return (2 if crosses else 1) * attention + feed_forward
 
     @property
     def end_parameters(self) -> int:
@@ -102,14 +103,14 @@ class TransformerShape:
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
-        return self._layer(self.layers - 1)
+        return self._layer(crosses=self.decoder_layers > 0)
 
     @cached_property
     def parameters(self) -> int:
         """All parameters; BERT with its pooler and the heads that it is trained with."""
         h = self.hidden
         plain = self.layers - self.decoder_layers
-        total = plain * self._layer(0) + self.decoder_layers * self.layer_parameters
+        total = plain * self._layer() + self.decoder_layers * self.layer_parameters
         norm = (2 if self.has_biases else 1) * h
         total += self.end_parameters + norm
         if self.kind == "gpt":
@@ -143,12 +144,9 @@ class TransformerShape:
         """FLOP of the whole forward pass."""
         return self.layers * self.layer_flops(batch, sequence) + self.head_flops(batch, sequence)
 
-    def _crosses(self, index: int) -> bool:
-        return index >= self.layers - self.decoder_layers
-
-    def _layer(self, index: int) -> int:
-        norms = (3 if self._crosses(index) else 2) * (2 if self.has_biases else 1) * self.hidden
-        total = sum(self.layer_matrices(index)) + norms
+    def _layer(self, *, crosses: bool = False) -> int:
+        norms = (3 if crosses else 2) * (2 if self.has_biases else 1) * self.hidden
+        total = sum(self.layer_matrices(crosses=crosses)) + norms
         if self.has_biases:
             total += self.attention_width + 2 * self.keys_width + 2 * self.hidden + self.inner
         elif self.qkv_bias:

@@ -211,6 +211,23 @@ def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
     assert checks.check_cufile(True, tmp_path) == Check("cuFile", OK, "nvidia-fs 2.17")
 
 
+def test_a_package_for_encryption_is_named_and_needed_only_where_tiers_are_encrypted(
+    disk, doctor, monkeypatch
+):
+    wanted, missing = config(io={"encryption": True}), "needs the package cryptography"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "cryptography.exceptions", None)
+        found = doctor(disk, "--json")["encryption"]
+        assert (found["status"], found["advice"]) == (OK, "")
+        assert f"is not needed: io.encryption: true {missing}" in found["found"]
+        found = doctor(disk, "--json", status=1, config=wanted)["encryption"]
+        assert (found["status"], missing in found["found"]) == (PROBLEM, True)
+        assert "pip install offload-strategy[encryption]" in found["advice"]
+    pytest.importorskip("cryptography", minversion="47")
+    found = doctor(disk, "--json", config=wanted)["encryption"]
+    assert (found["status"], found["found"]) == (OK, "the package cryptography can be used")
+
+
 def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     if torch.accelerator.is_available():
         assert checks.check_gpu().status == OK

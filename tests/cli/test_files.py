@@ -167,6 +167,14 @@ def test_it_writes_a_launch_file_that_is_valid_and_says_how_to_launch(init, ssd_
     assert config.tiers[-1].endurance_tbw == 600
 
 
+def test_a_directory_may_have_any_name_in_a_launch_file(init, tmp_path, monkeypatch):
+    directory = tmp_path / "it's: a # drive"
+    directory.mkdir()
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(directory))
+    init()
+    assert OffloadConfig.load("offload.yaml").tiers[-1].paths == [directory]
+
+
 def test_gpus_get_a_process_each_and_a_tier_of_host_memory(init, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")

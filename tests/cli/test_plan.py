@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from offload_strategy.cli import plan_search, this_machine
 from offload_strategy.planner.hardware import device
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Cores
+from offload_strategy.planner.search import settings_search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 from tests.integrations.support import python, succeeded
@@ -183,6 +185,28 @@ def test_options_may_follow_the_model_and_go_before_this_machine(plan):
     assert list(grown["by_machines"]) == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize("more", ["", " --json", " --search", " --search --json"])
+def test_of_a_cluster_only_what_is_shown_is_searched_and_once(more, plan, monkeypatch):
+    asked = []
+
+    def search(request, space):
+        asked.append((request, space))
+        return settings_search.search(request, space)
+
+    monkeypatch.setattr(plan_search, "search", search)
+    cluster = "--model gpt2 --sequence 512 --batch 1 --gpu h100 --ssd P5510 --host-memory 64GiB"
+    printed = plan(f"{cluster} --devices 2 --machines 4 --network 25{more}")
+    if "--json" in more:
+        assert list(printed["by_machines"]) == ["1", "2", "4"]
+    else:
+        assert re.findall(r"^\| (\d) \| \d+ \|", printed, re.M) == ["1", "2", "4"]
+    assert not any(one in asked[:number] for number, one in enumerate(asked))
+    # More machines than were asked for are shown as what doubles the speed.
+    more_machines = set() if "--search" in more else {8, 16}
+    assert {request.machines for request, _ in asked} == {1, 2, 4} | more_machines
+    assert len(asked) == 3 or "--search" not in more
+
+
 # ------------------------------------------------------------------ this machine
 def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, monkeypatch):
     seen = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=20 * GiB)
@@ -350,6 +374,11 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (f"{RUN} --machines 2", "network is missing"),
+        (f"{RUN} --network 50", "--network: no effect with --machines 1"),
+        (f"{RUN} --devices 2 --machines 1 --network 50", "--network: no effect"),
+        (f"{RUN} --interconnect 450", "--interconnect: no effect with --devices 1"),
+        (f"{RUN} --machines 2 --network 50 --interconnect 450", "--interconnect: no effect"),
+        (f"{BOUNDED} --devices 4 --network 50", "--network: no effect"),
         (f"{ON_CPU} {RATES} --devices 2", "--devices: for GPUs"),
         ("gpt5", "there is no model 'gpt5'; the nearest are gpt2"),
         ("gpt2 bert-base", "give one model: gpt2 is one already"),

@@ -102,6 +102,24 @@ def test_what_is_no_profile_is_refused(tmp_path, text):
         Profile.load(path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"nbytes": 100', '"nbytes": -1', "tensors.0.nbytes: Input should be greater"),
+        ('"read": 100.0', '"read": 0', "paths.0.read: Input should be greater than 0, not 0"),
+        ('"write": 100.0', '"write": -1', "paths.0.write: Input should be greater than 0, not -1"),
+        ('"step_seconds": 9.0', '"step_seconds": 1', "forward_seconds must lie within"),
+    ],
+)
+def test_what_a_profile_cannot_be_is_refused(tmp_path, old, new, said):
+    file = tmp_path / "profile.json"
+    stack(3).save(file)
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(ConfigError, match=said):
+        Profile.load(file)
+
+
 def test_a_file_says_of_every_tensor_what_is_to_become_of_it(tmp_path):
     plan = plan_lifetimes(LARGE_STACK, 500 * MB)
     file = tmp_path / "plan.json"

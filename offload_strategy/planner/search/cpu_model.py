@@ -181,8 +181,7 @@ class _CpuPlacement:
     def _assign(self, kind: OffloadedKind, kept: _InMemory) -> None:
         """Give a kind of bytes as much memory as it can use and there is."""
         if kind == "activations" and kept.left:
-            stay = _InMemory(kept.states, kept.gradients, kept.new_weights)
-            over = self._needed(stay) - self._room
+            over = self._needed(replace(kept, left=0)) - self._room
             kept.left = min(kept.left, over + _SLACK_BYTES) if over > 0 else 0
         elif kind == "states" and self._settings.offloads_optimizer:
             free = (self._room - self._needed(kept)) // self._copies

@@ -100,10 +100,9 @@ class SearchModel:
         in_backward = settings.overlap != "off" if settings.offloads_optimizer else not self.on_cpu
         if in_backward:
             loads += [("backward, update", backward + update, 1), ("step()", commit, 1)]
-        elif self.on_cpu:
-            loads += [("backward", backward, 1), ("step()", update, 1)]
         else:
-            loads += [("backward", backward, 1), ("update", update, 1), ("step()", commit, 1)]
+            after = "step()" if self.on_cpu else "update"
+            loads += [("backward", backward, 1), (after, update, 1)]
         return StepTime(tuple(self.rates.stage(*load) for load in loads))
 
     def _pass_seconds(self, placement: Placement) -> tuple[float, float]:

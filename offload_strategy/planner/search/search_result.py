@@ -98,8 +98,7 @@ class Candidate:
 
     placement: Placement
     step: StepTime
-    devices: int = 1  # Of each machine
-    machines: int = 1
+    request: Request | CpuRequest  # Model and machine
 
     @property
     def settings(self) -> Settings:
@@ -109,17 +108,17 @@ class Candidate:
     @cached_property
     def tokens_per_second(self) -> float:
         """Throughput in tokens per second."""
-        return self.machines * self.devices * self.settings.tokens / self.step.seconds
+        return self.request.ranks * self.settings.tokens / self.step.seconds
 
     @property
     def read_bytes(self) -> float:
         """Bytes that a step reads from the drives of a machine."""
-        return self.devices * self.step.moved_bytes("read")
+        return self.request.devices * self.step.moved_bytes("read")
 
     @property
     def written_bytes(self) -> float:
         """Bytes that a step writes to the drives of a machine."""
-        return self.devices * self.step.moved_bytes("written")
+        return self.request.devices * self.step.moved_bytes("written")
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -289,8 +288,9 @@ class SearchResult:
             for stage in step.stages
             if stage.seconds
         ]
-        whole = ("the step", "", "", "", f"{step.seconds:.2f}", step.limit)
-        head = ["seconds of the first row", *step.stages[0].limits, "all", "limits"]
+        resources = step.stages[0].limits
+        whole = ("the step", *[""] * len(resources), f"{step.seconds:.2f}", step.limit)
+        head = ["seconds of the first row", *resources, "all", "limits"]
         return markdown_table(" | ".join(head), [*rows, whole])
 
     def _drives(self) -> str:

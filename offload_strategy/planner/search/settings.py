@@ -145,7 +145,7 @@ def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[i
     """
     positive("blocks_in_flight", blocks_in_flight)
     counts: Counter[int] = Counter()
-    for elements in shape.layer_matrices(shape.layers - 1):
+    for elements in shape.layer_matrices(crosses=shape.decoder_layers > 0):
         counts[WEIGHT_BYTES * elements] += min(blocks_in_flight, shape.layers)
     counts[WEIGHT_BYTES * shape.vocabulary * shape.hidden] += 1 if shape.tied else 2
     return {size: counts[size] for size in sorted(counts, reverse=True) if size >= MiB}

@@ -44,13 +44,12 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     kinds: dict[object, list[Candidate]] = defaultdict(list)
     refused: list[Placement] = []
-    ranks = request.devices, request.machines
 
     def try_settings(settings: Settings) -> None:
         """Time settings with every order of host memory, or note that they do not fit."""
         for placement in _orders(model, settings):
             if placement.ok:
-                candidate = Candidate(placement, model.step_time(placement), *ranks)
+                candidate = Candidate(placement, model.step_time(placement), request)
                 kinds[_kind(candidate)].append(candidate)
             else:
                 refused.append(placement)
@@ -160,9 +159,8 @@ def _orders(model: Model, settings: Settings) -> Iterator[Placement]:
     placement = _with_blocks(model, settings)
     yield placement
     kinds = model.competing(placement) if placement.ok else ()
-    for order in itertools.permutations(kinds):
-        if order != kinds:
-            yield model.place(replace(placement.settings, host_priority=order))
+    for order in itertools.islice(itertools.permutations(kinds), 1, None):
+        yield model.place(replace(placement.settings, host_priority=order))
 
 
 def _with_blocks(model: Model, settings: Settings) -> Placement:
