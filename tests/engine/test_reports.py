@@ -6,9 +6,9 @@ import logging
 import math
 import re
 import shutil
-import time
 import subprocess
 import sys
+import time
 from collections import Counter
 from itertools import accumulate
 from types import SimpleNamespace
