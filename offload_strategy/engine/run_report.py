@@ -109,12 +109,14 @@ def timeline(
     spans.sort(key=lambda span: span.begin)
     for place, (_, level) in enumerate(others[1 : len(spans) + 1]):
         spans[place] = spans[place]._replace(nbytes=spans[place].nbytes + level)
-    spans.append(Span("end", "of the step", ended_at, ended_at))
     start, moves = trace.started_at, recorder.moves.copy()
+    updates = [one for one in recorder.updates.copy() if one.begin >= start]
+    # It is estimated by the step before, and this one may have taken longer.
+    ended_at = max([ended_at, *(one.end for one in updates)])
+    spans.append(Span("end", "of the step", ended_at, ended_at))
     spans += [
         Span("updates", "optimizer", one.begin, one.end, one.read_bytes + one.written_bytes)
-        for one in recorder.updates.copy()
-        if one.begin >= start
+        for one in updates
     ]
     spans += [Span("waits", *stall) for stall in recorder.stalls.copy() if stall.started_at > start]
     spans += [
