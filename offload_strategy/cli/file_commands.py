@@ -10,6 +10,7 @@ from pathlib import Path
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.cli.options import Command, Option
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
+from offload_strategy.errors import ConfigError
 from offload_strategy.io.bandwidth import history
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import format_size, markdown_table
@@ -35,6 +36,10 @@ def _presets(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
+    if options.file is None and options.html is not None:
+        raise ConfigError("--html: name the RUN of which it is the page")
+    if options.file is not None and options.json:
+        raise ConfigError("--json is for what is known of paths: leave it out, or leave out RUN")
     if options.file is not None:
         # Here, because it takes a second to import.
         from offload_strategy.engine.run_report import RunReport

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import get_args
 
 from offload_strategy.cli.options import Command, Option, flags, given, rate
-from offload_strategy.cli.plan_search import CPU, check_search_options, plan_here, plan_search
+from offload_strategy.cli.plan_search import (
+    CPU,
+    SIZES,
+    check_search_options,
+    plan_here,
+    plan_search,
+    refuse,
+)
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
@@ -43,7 +50,6 @@ _MODELS = f"one of {', '.join(PRESETS)}; or a kind, {', '.join(_KINDS)}, with th
 _DEVICES = (
     f"such as a100-80g; {CPU} for a machine that trains on its CPU, measured here if it can be"
 )
-_FLOPS = {"type": rate(1e12), "dest": "flops"}
 _DIRECTORY = "directory on a drive for the config; may be repeated"
 _ALLOW = "also try eager updates, which forbid clipping, or bfloat16 states, which change numbers"
 _SCRIPT = (
@@ -76,7 +82,7 @@ _OPTIONS: dict[str, list[Option]] = {
         ("--interconnect GB/s", "between GPUs, in each direction (default: over the link)"),
         ("--network GB/s", "of each machine in each direction, for several machines"),
         ("--duplex", f"with --device {CPU}: drives read and write at full rates at the same time"),
-        ("--tflops X", "sustained TFLOPS (default: as measured)", _FLOPS),
+        ("--tflops X", "sustained TFLOPS (default: as measured)", {"type": rate(1e12)}),
         ("--update-rate N", f"with --device {CPU}: updated parameters a second", {"type": rate()}),
     ],
     "search for the best settings": [
@@ -165,11 +171,10 @@ def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) 
 def _shape(options: argparse.Namespace) -> TransformerShape:
     if (options.model is None) == (options.config_json is None):
         raise ConfigError("give one of --model and --config-json")
-    if options.config_json is not None:
-        return from_config(options.config_json)
-    kind = options.model.lower()
+    kind = (options.model or "").lower()
     if kind not in _KINDS:
-        return preset(options.model)
+        refuse(options, SIZES, "for a kind: this model has sizes of its own, so leave it out")
+        return from_config(options.config_json) if kind == "" else preset(options.model)
     _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
     longest = max(options.sequences or [options.sequence or _USUAL_LENGTH])
     return TransformerShape(

@@ -50,6 +50,14 @@ _OF_CPU = ("update_rate", "read", "write", "duplex")
 _OF_GPUS = ("devices", "machines", "interconnect", "network")
 #: Options for what is between several machines, or devices, and the option that says how many.
 _BETWEEN = {"network": "machines", "interconnect": "devices"}
+#: Options that have an effect only on a profiled step, and those that have none there.
+_OF_STEP = ("device_memory", "write_plan")
+#: The sizes of a model that has no name.
+SIZES = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "gated")
+_OF_MODEL = (
+    *("model", "config_json", *SIZES, "batch", "sequence", "gpu", "ssd", "writes_per_day"),
+    *("host_memory", *_OF_GPUS, "duplex", "tflops", "update_rate", "write_config", "dir", "force"),
+)
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
 _LESS = 0.85
@@ -59,14 +67,20 @@ _MORE = (2, 4, 8, 16)
 def check_search_options(options: argparse.Namespace) -> None:
     """Raise a ConfigError that names options without effect with, or without, a search."""
     if options.script:
-        named = ("profile", "model", "config_json", "search")
-        _refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
+        named = ("profile", "search", *_OF_MODEL)
+        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
+    else:
+        refuse(options, ("write_profile",), "for a script: name one, or leave it out")
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
+    if options.profile is not None:
+        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
+    elif not options.script:
+        refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
     if not options.search:
-        _refuse(options, _OPTIONS, "give --search as well, or leave it out")
+        refuse(options, _OPTIONS, "give --search as well, or leave it out")
     if options.gpu not in (None, CPU) and not (options.profile or options.script):
-        _refuse(
+        refuse(
             options,
             _OF_CPU,
             "no effect for a GPU, which updates states itself and uses drives of the table; leave "
@@ -74,7 +88,8 @@ def check_search_options(options: argparse.Namespace) -> None:
         )
 
 
-def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise a ConfigError that names those of the options that were given."""
     if found := given(options, *names):
         raise ConfigError(f"{flags(found)}: {why}")
 
@@ -98,7 +113,7 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
 
 def _space(options: argparse.Namespace) -> Space:
     if options.batch is not None:
-        _refuse(
+        refuse(
             options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
         )
     chosen = given(options, "batch", "max_batch", "max_tokens", "tolerance")
@@ -120,17 +135,19 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
     if gpu is None:
         why = "for GPUs, each with a rank: leave it out, or say which --device"
-        _refuse(options, _OF_GPUS, why)
+        refuse(options, _OF_GPUS, why)
     for name, several in _BETWEEN.items():
         if getattr(options, several) in (None, 1):
             why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
-            _refuse(options, [name], why)
+            refuse(options, [name], why)
     memory = options.host_memory or available_bytes()
     drives = replace(_drives_of(options), writes_per_day=options.writes_per_day)
     if gpu is not None:
-        return Request(shape, gpu, drives, memory, options.flops, **given(options, *_OF_GPUS))
+        why = f"no effect for a GPU, such as this machine's: leave it out, or say --device {CPU}"
+        refuse(options, ("update_rate", "duplex"), why)
+        return Request(shape, gpu, drives, memory, options.tflops, **given(options, *_OF_GPUS))
     longest = max(options.sequences or [options.sequence])
-    rates = {"flops": options.flops, "update_rate": options.update_rate}
+    rates = {"flops": options.tflops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
     return CpuRequest(shape, cores, drives, memory, options.duplex)
 

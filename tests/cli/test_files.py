@@ -73,6 +73,8 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
     assert text.endswith(f"The page: {tmp_path / 'run.html'}\n")
     ssd_offload("report", file, "--html", page)
     assert page.read_bytes() == (tmp_path / "run.html").read_bytes()
+    assert "--json is for what is known" in ssd_offload("report", file, "--json", status=2).err
+    assert "name the RUN" in ssd_offload("report", "--html", page, status=2).err
     said = ssd_offload("report", tmp_path / "nowhere.json", status=2).err
     assert "nowhere.json cannot be read as the report of a run" in said
     assert "engine.report().save" in said

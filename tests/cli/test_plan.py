@@ -373,6 +373,12 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --tflops -1", "--tflops: '-1' is not a number above 0"),
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
+        (
+            "gpt2 --gpu h100 --device-memory 1GiB --write-plan x",
+            "--device-memory, --write-plan: for",
+        ),
+        ("gpt2 --layers 2 --gated", "--layers, --gated: for a kind"),
+        ("gpt2 --write-profile profile.json", "--write-profile: for a script"),
         (f"{RUN} --machines 2", "network is missing"),
         (f"{RUN} --network 50", "--network: no effect with --machines 1"),
         (f"{RUN} --devices 2 --machines 1 --network 50", "--network: no effect"),

@@ -106,6 +106,8 @@ def test_it_ends_the_script_and_plans_its_step(script, tmp_path):
         ("{script} {dir} 3", "ended after 3 forward passes with an engine; 8 and"),
         ("{plain}", "ended without a forward pass of a model that an offload engine"),
         ("--model gpt2 {plain}", "--model: no effect with a script"),
+        ("--profile {profile} --machines 3 --dir /", "--machines, --dir: no effect with --profile"),
+        ("gpt2 --profile {profile}", "--model: no effect with --profile"),
     ],
 )
 def test_what_cannot_be_planned_is_said(words, said, profile, script, tmp_path, ssd_offload):
