@@ -7,7 +7,7 @@ overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -20,33 +20,43 @@ from offload_strategy.store.ticket import Ticket, Tier
 
 
 class WeightResidency(Protocol):
-    """Loads weights that are streamed, for their update."""
+    """Loads weights that are streamed, for their update; here, the answers if none of them are."""
 
     def resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Keep weights in memory within the context; `changes`: whether they are written there."""
+        return nullcontext()
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
+        return
 
     def content(self, parameter: torch.Tensor) -> object | None:
         """Return what stands for a weight's values while they stay the same, or None."""
+        return None
 
     def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
         """Whether a weight is not in memory, and has the values that this stands for."""
+        return False
 
     def store_new(
         self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
     ) -> Ticket:
         """Store new values of a weight, in `tiers` if its own have no room for both."""
+        raise AssertionError("weights in memory are not stored")
 
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight, if it is streamed still."""
+        return False
+
+
+class _AlwaysInMemory(WeightResidency):
+    """Of weights that are never offloaded."""
 
 
 class UpdatedWeights:
-    """Reaches the weights of an optimizer, by their residency if some are streamed.
+    """Reaches the weights of an optimizer, some of which may be streamed.
 
     Args:
         store: has buffers for copies of streamed weights.
@@ -59,69 +69,24 @@ class UpdatedWeights:
     ) -> None:
         self._store = store
         self._tiers = list(tiers)
-        self._residency = residency
-
-    @property
-    def streams(self) -> bool:
-        """Whether some weights are streamed."""
-        return self._residency is not None
-
-    def resident(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        """Keep weights in memory within the context; `changes`: whether they are written there."""
-        if self._residency is None:
-            return nullcontext()
-        return self._residency.resident(parameters, changes=changes)
-
-    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin to load streamed weights."""
-        if self._residency is not None:
-            self._residency.prefetch(parameters)
+        self.residency = _AlwaysInMemory() if residency is None else residency
+        #: Whether some weights are streamed.
+        self.streams = residency is not None
 
     # ------------------------------------------------------------------ new values
     def contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
         """Return, by position, what stands for the values of whole streamed weights."""
-        if self._residency is None:
-            return {}
         found = {
-            place: self._residency.content(each.parameter)
+            place: self.residency.content(each.parameter)
             for place, each in enumerate(slices)
             if each.rows is None
         }
         return {place: content for place, content in found.items() if content is not None}
 
-    def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
-        """Whether a streamed weight is not in memory, and has the values that this stands for."""
-        return self._residency is not None and self._residency.is_untouched(parameter, content)
-
-    def with_buffers(
-        self,
-        memory: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        streamed: Container[int],
-    ) -> list[torch.Tensor]:
-        """Return memory for copies of weights: a buffer for each streamed one, or `memory`."""
-        found, others = [], iter(memory)
-        for place, weight in enumerate(weights):
-            if place not in streamed:
-                found.append(next(others))
-            else:
-                found.append(self._buffer_like(weight, weight.device))
-        return found
-
-    def _buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a buffer on a device for values of a weight of this form."""
         segment = lay_out([form])[0]
         return segment.view(self._store.borrow("parameters", segment.end, device))
-
-    def store_new(self, parameter: torch.Tensor, values: torch.Tensor) -> Ticket:
-        """Store new values of a streamed weight, which `replace` makes current."""
-        assert self._residency is not None
-        return self._residency.store_new(parameter, values, self._tiers)
-
-    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
-        """Make stored values those of a weight, if it is streamed still."""
-        return self._residency is not None and self._residency.replace(parameter, ticket)
 
     # ------------------------------------------------------------------ other ranks
     def memory_for(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
@@ -132,13 +97,13 @@ class UpdatedWeights:
             form = torch.empty_strided(
                 whole.shape, whole.stride(), dtype=whole.dtype, device="meta"
             )
-            found.append(self._buffer_like(each.of(form), whole.device))
+            found.append(self.buffer_like(each.of(form), whole.device))
         return found
 
     def copies(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
         """Return copies of weights, which need not stay in memory while they are sent."""
         copies = self.memory_for(slices)
-        with self.resident([each.parameter for each in slices], changes=False):
+        with self.residency.resident([each.parameter for each in slices], changes=False):
             for copy, each in zip(copies, slices, strict=True):
                 copy.copy_(each.values)
         return copies
@@ -148,12 +113,13 @@ class UpdatedWeights:
         offloaded = {
             place
             for place, content in self.contents(slices).items()
-            if self.is_untouched(slices[place].parameter, content)
+            if self.residency.is_untouched(slices[place].parameter, content)
         }
         rest = [place for place in range(len(slices)) if place not in offloaded]
-        with self.resident([slices[place].parameter for place in rest], changes=True):
+        with self.residency.resident([slices[place].parameter for place in rest], changes=True):
             for place in rest:
                 slices[place].values.copy_(values[place])
         for place in offloaded:
             parameter = slices[place].parameter
-            self.replace(parameter, self.store_new(parameter, values[place]))
+            ticket = self.residency.store_new(parameter, values[place], self._tiers)
+            self.residency.replace(parameter, ticket)

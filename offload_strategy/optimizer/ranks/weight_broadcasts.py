@@ -114,7 +114,9 @@ class StepBroadcasts:
         while self.dp_group is not None and self._upcoming:
             subgroup, following = self._upcoming[0], list(self._upcoming)[1:2]
             rank, weights = self.dp_group.rank, self._weights
-            weights.prefetch(p.parameter for s in following if s.owner == rank for p in s.slices)
+            weights.residency.prefetch(
+                p.parameter for s in following if s.owner == rank for p in s.slices
+            )
             sends, slices = subgroup.owner == rank, subgroup.slices
             values = weights.copies(slices) if sends else weights.memory_for(slices)
             # Nothing of this rank is held while it waits for others.
