@@ -84,9 +84,9 @@ class UpdatedWeights:
         return {place: content for place, content in found.items() if content is not None}
 
     def buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a buffer on a device for values of a weight of this form."""
+        """Return a buffer, without room to spare, for values of a weight of this form."""
         segment = lay_out([form])[0]
-        return segment.view(self._store.borrow("parameters", segment.end, device))
+        return segment.view(self._store.borrow("parameters", segment.nbytes, device))
 
     # ------------------------------------------------------------------ other ranks
     def memory_for(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
