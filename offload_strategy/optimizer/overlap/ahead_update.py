@@ -28,10 +28,9 @@ from typing import Any
 import torch
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
+from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
 from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
 from offload_strategy.store.ticket import Ticket
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def with_gradient(subgroup: Subgroup) -> list[int]:
@@ -145,5 +144,5 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
     total = flat[begin:end].view(torch.int64).sum()
     for rest in (flat[:begin], flat[end:]):
         if rest.numel():
-            total = total + rest.view(_INTEGERS[itemsize]).sum()
+            total = total + rest.view(INTEGERS[itemsize]).sum()
     return total

@@ -238,4 +238,4 @@ def _reserved(
 def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
     """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
     metadata = subgroup.states.metadata()
-    return metadata if group is None else group.broadcast_object(metadata, subgroup.owner)
+    return metadata if group is None else group.broadcast_metadata(metadata, subgroup.owner)
