@@ -89,14 +89,11 @@ class StepBroadcasts:
         self._upcoming = deque(changing)
         self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
-        self._advance()
+        self.ready()
 
     def ready(self, *subgroups: Subgroup) -> None:
         """Subgroups of this rank have their new weights, or keep the old ones."""
         self._ready.update(subgroups)
-        self._advance()
-
-    def _advance(self) -> None:
         while self.dp_group is not None and not self._weights.streams and self._upcoming:
             subgroup = self._upcoming[0]
             if subgroup.owner == self.dp_group.rank and subgroup not in self._ready:
