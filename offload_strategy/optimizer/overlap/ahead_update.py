@@ -22,6 +22,7 @@ neither of them is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +40,14 @@ def with_gradient(subgroup: Subgroup) -> list[int]:
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group's settings (tensor learning rates by value)."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    """Copy a parameter group's settings: tensors by value, and what else may change in place."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return copy(value) if isinstance(value, list | dict | set) else value
+
+    return {name: own(value) for name, value in group.items() if name != "params"}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
