@@ -76,12 +76,11 @@ class UpdatedWeights:
     # ------------------------------------------------------------------ new values
     def contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
         """Return, by position, what stands for the values of whole streamed weights."""
-        found = {
-            place: self.residency.content(each.parameter)
+        return {
+            place: content
             for place, each in enumerate(slices)
-            if each.rows is None
+            if each.rows is None and (content := self.residency.content(each.parameter)) is not None
         }
-        return {place: content for place, content in found.items() if content is not None}
 
     def buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a buffer, without room to spare, for values of a weight of this form."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -110,10 +111,8 @@ class RankShards:
         group = self._sharding_group
         if group is None:
             return StepBroadcasts(None, (), self._updater.weights)
-        has_gradient = group.any_rank(
-            [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        )
-        changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
+        own = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
+        changing = compress(subgroups, group.any_rank(own))
         return StepBroadcasts(group, changing, self._updater.weights)
 
     # ------------------------------------------------------------------ all states

@@ -14,7 +14,7 @@ import atexit
 import faulthandler
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class StepBroadcasts:
     def __init__(
         self,
         dp_group: DataParallelGroup | None,
-        changing: Sequence[Subgroup],
+        changing: Iterable[Subgroup],
         weights: UpdatedWeights,
     ) -> None:
         self.dp_group = dp_group
