@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from offload_strategy.cli.options import Command, Option, flags, given, rate
 from offload_strategy.cli.plan_search import (
@@ -171,7 +171,7 @@ def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) 
 def _shape(options: argparse.Namespace) -> TransformerShape:
     if (options.model is None) == (options.config_json is None):
         raise ConfigError("give one of --model and --config-json")
-    kind = (options.model or "").lower()
+    kind: Any = (options.model or "").lower()
     if kind not in _KINDS:
         refuse(options, SIZES, "for a kind: this model has sizes of its own, so leave it out")
         return from_config(options.config_json) if kind == "" else preset(options.model)

@@ -209,7 +209,6 @@ class OffloadedOptimizer(Optimizer):
                 updater.update_in_place(subgroup)
                 done.add(subgroup)
                 broadcasts.ready(subgroup)
-            broadcasts.ready(*own)
             broadcasts.wait()
         except BaseException as error:
             if shards.dp_group is not None:
@@ -245,12 +244,11 @@ class OffloadedOptimizer(Optimizer):
         """Add a group; raise a ConfigError if its states cannot be offloaded."""
         self._check_open()
         self.inner.add_param_group(param_group)
-        groups = self.inner.param_groups
         try:
             supported = check_supported(self.inner, self._updater.precision)
             self._register_hooks()
         except ConfigError:
-            groups.pop()
+            self.inner.param_groups.pop()
             raise
         self.state_bytes += supported.state_bytes[-1]
 
@@ -337,9 +335,8 @@ class OffloadedOptimizer(Optimizer):
         """The subgroups, planned when first needed: the model may move to its device before."""
         if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
-            self._rank_shards.assign_owners(self._subgroups)
+            self._assign_owners()
             replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
-            self._overlap_own_subgroups()
         parameters = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < parameters:
             self._plan()
@@ -348,7 +345,6 @@ class OffloadedOptimizer(Optimizer):
                 supported = check_supported(self.inner, self._updater.precision)
                 self.state_bytes = sum(supported.state_bytes)
                 self._register_hooks()
-            self._overlap_own_subgroups()
         return self._subgroups
 
     def _plan(self) -> None:
@@ -359,7 +355,13 @@ class OffloadedOptimizer(Optimizer):
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
             self._subgroups.append(subgroup)
             subgroup.number = len(self._subgroups)
+        self._assign_owners()
+
+    def _assign_owners(self) -> None:
+        """Divide subgroups among ranks; this rank's are updated during backward from now on."""
         self._rank_shards.assign_owners(self._subgroups)
+        if self._overlap is not None:
+            self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
@@ -380,7 +382,6 @@ class OffloadedOptimizer(Optimizer):
         for gone in self._hooks.keys() - {key for _, key in wanted}:
             self._hooks.pop(gone).remove()
         self._register_hooks()
-        self._overlap_own_subgroups()
         return subgroups
 
     def _discard_updates(self) -> None:
@@ -388,10 +389,6 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.reset()
         self._rank_shards.discard_consolidated()
-
-    def _overlap_own_subgroups(self) -> None:
-        if self._overlap is not None:
-            self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
     def stop_overlap(self) -> bool:
         """Update in `step()` from now on; return whether updates ran during backward before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Pr
 
     The class casts states to the dtypes of its parameters.
     """
-    stand_ins: dict[torch.Tensor, torch.Tensor] = {}
     groups = [group["params"] for group in optimizer.param_groups]
+    stand_ins = {
+        weight: torch.empty((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+        for weight in chain(*groups)
+        if precision.has_master(weight)
+    }
     for group in optimizer.param_groups:
-        group["params"] = list(group["params"])
-        for index, weight in enumerate(group["params"]):
-            if precision.has_master(weight):
-                like = torch.empty((), dtype=torch.float32, device=weight.device)
-                group["params"][index] = stand_ins[weight] = like.expand(weight.shape)
+        group["params"] = [stand_ins.get(weight, weight) for weight in group["params"]]
     try:
         optimizer.load_state_dict(_wrapped(state_dict, optimizer))
     finally:

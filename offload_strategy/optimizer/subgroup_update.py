@@ -69,6 +69,7 @@ class Updater:
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
         self.weights = weights
+        self._residency = weights.residency
         self.streams = UpdateStreams(enabled=not weights.streams)
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
@@ -113,7 +114,7 @@ class Updater:
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
-            with self.weights.resident(parameters, changes=True):
+            with self._residency.resident(parameters, changes=True):
                 weights = []
                 for index, gradient in gradients.items():
                     param_slice = subgroup.slices[index]
@@ -143,25 +144,33 @@ class Updater:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
-            with self.weights.resident(parameters, changes=False):
+            with self._residency.resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions, bits = [weight._version for weight in current], sums_of_bits(current)
                 contents = self.weights.contents([subgroup.slices[index] for index in indices])
-                rest = [place for place in range(len(indices)) if place not in contents]
-                device, segments = current[0].device, lay_out([current[place] for place in rest])
+                rest = [weight for place, weight in enumerate(current) if place not in contents]
+                device, segments, pool = current[0].device, lay_out(rest), self._store.pool
                 flat = None
                 if not rest:
                     memory = []
-                elif memory is None and device.type == "cpu":
-                    memory = self._memory_for([current[place] for place in rest])
+                elif (  # copies on the CPU may wait in memory while there is room
+                    memory is None
+                    and device.type == "cpu"
+                    and pool.may_wait(sum(weight.nbytes for weight in rest))
+                ):
+                    memory = [pool.count_waiting(torch.empty_like(weight)) for weight in rest]
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
                     memory = [segment.view(flat) for segment in segments]
-                copies = self.weights.with_buffers(memory, current, contents)
+                others = iter(memory)
+                copies = [
+                    self.weights.buffer_like(weight, device) if place in contents else next(others)
+                    for place, weight in enumerate(current)
+                ]
                 for copy, weight, gradient in zip(copies, current, gradients.values(), strict=True):
                     copy.copy_(weight)
                     copy.grad = gradient
-                del current, weight
+                del current, rest, weight  # references keep streamed weights in memory
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.private, record)
             gradient_versions = [gradient._version for gradient in gradients.values()]
@@ -174,20 +183,13 @@ class Updater:
             record.written_bytes = new.nbytes
             ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
             for place, content in contents.items():
-                ticket = self.weights.store_new(parameters[place], copies[place])
+                ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)
                 ahead.stored[place] = StoredWeight(ticket, content)
             if flat is not None:
                 tiers = self._tiers if device.type == "cpu" else self._new_weight_tiers
                 ahead.ticket = self._store.put(flat, "optimizer", tiers)
                 ahead.segments, ahead.new_weights = segments, ()
             return ahead
-
-    def _memory_for(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return memory for copies of weights on the CPU that wait there, or None without room."""
-        pool = self._store.pool
-        if not pool.may_wait(sum(weight.nbytes for weight in weights)):
-            return None
-        return [pool.count_waiting(torch.empty_like(weight)) for weight in weights]
 
     @torch.no_grad()
     def compare_weights(self, ahead_updates: Sequence[AheadUpdate]) -> None:
@@ -215,10 +217,10 @@ class Updater:
             place
             for place, parameter in enumerate(parameters)
             if place not in stored
-            or not self.weights.is_untouched(parameter, stored[place].content)
+            or not self._residency.is_untouched(parameter, stored[place].content)
         ]
         with self._measured():
-            with self.weights.resident([parameters[place] for place in places], changes=True):
+            with self._residency.resident([parameters[place] for place in places], changes=True):
                 if not ahead_update.is_unchanged(places):
                     self.drop(ahead_update)
                     return False
@@ -231,7 +233,7 @@ class Updater:
                 for place, new in zip(copied, new_weights, strict=True):
                     ahead_update.weight(place).copy_(new)
             for place, each in stored.items():
-                if not self.weights.replace(parameters[place], each.ticket):
+                if not self._residency.replace(parameters[place], each.ticket):
                     weight = ahead_update.weight(place)
                     weight.copy_(lay_out([weight])[0].view(self._store.take(each.ticket)))
             self._set_states(ahead_update.subgroup, ahead_update.states)
@@ -251,14 +253,14 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None and ticket.state is TicketState.STORED:
             self._store.prefetch(ticket)
-        self.weights.prefetch(each.parameter for each in subgroup.slices)
+        self._residency.prefetch(each.parameter for each in subgroup.slices)
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
         if ahead_update.ticket is not None:
             self._store.prefetch(ahead_update.ticket)
         stored, parameters = ahead_update.stored, enumerate(ahead_update.parameters())
-        self.weights.prefetch(each for place, each in parameters if place not in stored)
+        self._residency.prefetch(each for place, each in parameters if place not in stored)
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""

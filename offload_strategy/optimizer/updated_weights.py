@@ -7,7 +7,7 @@ overlap/ahead_update.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -21,46 +21,60 @@ from offload_strategy.store.ticket import Ticket, Tier
 
 
 class WeightResidency(Protocol):
-    """Loads weights that are streamed, for their update."""
+    """Loads weights that are streamed, for their update; here, the answers if none of them are."""
 
     def resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Keep weights in memory within the context; `changes`: whether they are written there."""
+        return nullcontext()
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
+        return
 
     def content(self, parameter: torch.Tensor) -> object | None:
         """Return what stands for a weight's values while they stay the same, or None."""
+        return None
 
     def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
         """Whether a weight is not in memory, and has the values that this stands for."""
+        return False
 
     def store_new(
         self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
     ) -> Ticket:
         """Store new values of a weight, in `tiers` if its own have no room for both."""
+        raise AssertionError("weights in memory are not stored")
 
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight, if it is streamed still."""
+        return False
 
     @property
     def files(self) -> SharedFiles:
         """The files of the weights, which other processes on this machine may read."""
+        raise AssertionError("weights in memory are in no file")
 
     def is_streamed_whole(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is a streamed weight, and no shard of one."""
+        return False
 
     def share(self, parameters: Sequence[torch.Tensor]) -> list[SharedTicket | None]:
         """Return where other processes may read weights, or None, until `drop_replaced`."""
+        return [None for _ in parameters]
 
     def drop_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
         """Free what was shared of weights before, and nobody reads any more."""
+        return
+
+
+class _AlwaysInMemory(WeightResidency):
+    """Of weights that are never offloaded."""
 
 
 class UpdatedWeights:
-    """Reaches the weights of an optimizer, by their residency if some are streamed.
+    """Reaches the weights of an optimizer, some of which may be streamed.
 
     Args:
         store: has buffers for copies of streamed weights.
@@ -73,70 +87,23 @@ class UpdatedWeights:
     ) -> None:
         self._store = store
         self._tiers = list(tiers)
-        #: Of streamed weights; None if there are none.
-        self.residency = residency
-
-    @property
-    def streams(self) -> bool:
-        """Whether some weights are streamed."""
-        return self.residency is not None
-
-    def resident(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        """Keep weights in memory within the context; `changes`: whether they are written there."""
-        if self.residency is None:
-            return nullcontext()
-        return self.residency.resident(parameters, changes=changes)
-
-    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin to load streamed weights."""
-        if self.residency is not None:
-            self.residency.prefetch(parameters)
+        self.residency = _AlwaysInMemory() if residency is None else residency
+        #: Whether some weights are streamed.
+        self.streams = residency is not None
 
     # ------------------------------------------------------------------ new values
     def contents(self, slices: Sequence[ParameterSlice]) -> dict[int, object]:
         """Return, by position, what stands for the values of whole streamed weights."""
-        if self.residency is None:
-            return {}
-        found = {
-            place: self.residency.content(each.parameter)
+        return {
+            place: content
             for place, each in enumerate(slices)
-            if each.rows is None
+            if each.rows is None and (content := self.residency.content(each.parameter)) is not None
         }
-        return {place: content for place, content in found.items() if content is not None}
 
-    def is_untouched(self, parameter: torch.Tensor, content: object) -> bool:
-        """Whether a streamed weight is not in memory, and has the values that this stands for."""
-        return self.residency is not None and self.residency.is_untouched(parameter, content)
-
-    def with_buffers(
-        self,
-        memory: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        streamed: Container[int],
-    ) -> list[torch.Tensor]:
-        """Return memory for copies of weights: a buffer for each streamed one, or `memory`."""
-        found, others = [], iter(memory)
-        for place, weight in enumerate(weights):
-            if place not in streamed:
-                found.append(next(others))
-            else:
-                found.append(self._buffer_like(weight, weight.device))
-        return found
-
-    def _buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def buffer_like(self, form: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a buffer, without room to spare, for values of a weight of this form."""
         segment = lay_out([form])[0]
-        return segment.view(self._store.borrow("parameters", segment.end, device))
-
-    def store_new(self, parameter: torch.Tensor, values: torch.Tensor) -> Ticket:
-        """Store new values of a streamed weight, which `replace` makes current."""
-        assert self.residency is not None
-        return self.residency.store_new(parameter, values, self._tiers)
-
-    def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
-        """Make stored values those of a weight, if it is streamed still."""
-        return self.residency is not None and self.residency.replace(parameter, ticket)
+        return segment.view(self._store.borrow("parameters", segment.nbytes, device))
 
     # ------------------------------------------------------------------ other ranks
     def memory_for(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
@@ -147,13 +114,13 @@ class UpdatedWeights:
             form = torch.empty_strided(
                 whole.shape, whole.stride(), dtype=whole.dtype, device="meta"
             )
-            found.append(self._buffer_like(each.of(form), whole.device))
+            found.append(self.buffer_like(each.of(form), whole.device))
         return found
 
     def copies(self, slices: Sequence[ParameterSlice]) -> list[torch.Tensor]:
         """Return copies of weights, which need not stay in memory while they are sent."""
         copies = self.memory_for(slices)
-        with self.resident([each.parameter for each in slices], changes=False):
+        with self.residency.resident([each.parameter for each in slices], changes=False):
             for copy, each in zip(copies, slices, strict=True):
                 copy.copy_(each.values)
         return copies
@@ -163,12 +130,13 @@ class UpdatedWeights:
         offloaded = {
             place
             for place, content in self.contents(slices).items()
-            if self.is_untouched(slices[place].parameter, content)
+            if self.residency.is_untouched(slices[place].parameter, content)
         }
         rest = [place for place in range(len(slices)) if place not in offloaded]
-        with self.resident([slices[place].parameter for place in rest], changes=True):
+        with self.residency.resident([slices[place].parameter for place in rest], changes=True):
             for place in rest:
                 slices[place].values.copy_(values[place])
         for place in offloaded:
             parameter = slices[place].parameter
-            self.replace(parameter, self.store_new(parameter, values[place]))
+            ticket = self.residency.store_new(parameter, values[place], self._tiers)
+            self.residency.replace(parameter, ticket)

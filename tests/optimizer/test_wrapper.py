@@ -86,6 +86,10 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
             if number == 3:
                 run.optimizer.add_param_group({"params": rest, "lr": 0.1})
             group = run.optimizer.param_groups[0]
+            if number == 1:
+                group["betas"] = list(group["betas"])
+            if number == 2:
+                group["betas"][0] = 0.5
             if number == 5:
                 replaced = model.first.weight
                 model.first.weight = nn.Parameter(replaced.detach() * 0.5)

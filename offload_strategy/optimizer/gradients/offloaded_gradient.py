@@ -112,12 +112,30 @@ class OffloadedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: OpOverload,
+        op: OpOverload,
         types: Sequence[type],
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        """Run an operator some of whose arguments are offloaded gradients.
+
+        It returns what it returns for plain tensors: results are plain, a gradient that was changed
+        in place is itself. `OffloadError` if the values that it needs were consumed.
+        """
+        options = kwargs or {}
+        handler = _HANDLERS.get(op)
+        result = NotImplemented if handler is None else handler(op, args, options)
+        if result is NotImplemented and torch.is_inference_mode_enabled():
+            # Without autograd composite operators arrive undecomposed; their parts come one by one.
+            result = op.decompose(*args, **options)
+        if result is NotImplemented:
+            result = _run_on_values(op, args, options)
+        if op._schema.is_mutable and op._opname.startswith("_foreach_"):
+            # Autograd must notice that saved tensors changed: these kernels increment no version.
+            for each in args[0]:
+                if isinstance(each, OffloadedGradient):
+                    increment_version(each)
+        return result
 
     @property
     def data(self) -> OffloadedGradient:
@@ -212,27 +230,6 @@ def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- any operator
-def _run(op: OpOverload, args: Arguments, options: Options) -> Any:
-    """Run an operator some of whose arguments are offloaded gradients.
-
-    It returns what it returns for plain tensors: results are plain, a gradient that was changed in
-    place is itself. `OffloadError` if the values that it needs were consumed.
-    """
-    handler = _HANDLERS.get(op)
-    result = NotImplemented if handler is None else handler(op, args, options)
-    if result is NotImplemented and torch.is_inference_mode_enabled():
-        # Without autograd composite operators arrive undecomposed; their parts come one by one.
-        result = op.decompose(*args, **options)
-    if result is NotImplemented:
-        result = _run_on_values(op, args, options)
-    if op._schema.is_mutable and op._opname.startswith("_foreach_"):
-        # Autograd must notice that saved tensors changed. Kernels for lists increment no version.
-        for each in args[0]:
-            if isinstance(each, OffloadedGradient):
-                increment_version(each)
-    return result
-
-
 def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     """Run an operator on the values of the offloaded gradients among its arguments.
 

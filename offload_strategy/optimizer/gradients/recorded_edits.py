@@ -56,14 +56,10 @@ WITH_A_NUMBER_EACH = frozenset(op for op in FOR_LISTS if op._overloadname == "Sc
 #: Operators that change nothing if their factor, or divisor, is one.
 _SCALES = _SCALES_ONE | _SCALES_LISTS | {UNSCALE}
 
-_INTEGERS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
 #: Dtypes of gradients whose edits are recorded.
-DTYPES = frozenset(_INTEGERS)
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+#: Integers of so many bytes.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def recordable(argument: object) -> bool:
@@ -100,7 +96,7 @@ class Edit:
         """
         kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments)
         # The smallest subnormal number, from its bits: arithmetic may be set to flush it.
-        value = torch.ones(1, dtype=_INTEGERS[dtype], device=device)
+        value = torch.ones(1, dtype=INTEGERS[dtype.itemsize], device=device)
         cls(op, kept, keeps_subnormals=True).apply_(value.view(dtype))
         # On an accelerator reading the value would wait for it; its kernels never flush.
         return cls(op, kept, keeps_subnormals=device.type != "cpu" or int(value.item()) == 1)

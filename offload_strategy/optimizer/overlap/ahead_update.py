@@ -22,16 +22,16 @@ neither of them is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
+from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
 from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
 from offload_strategy.store.ticket import Ticket
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def with_gradient(subgroup: Subgroup) -> list[int]:
@@ -40,12 +40,14 @@ def with_gradient(subgroup: Subgroup) -> list[int]:
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group's settings (tensor learning rates by value)."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    """Copy a parameter group's settings: tensors by value, and what else may change in place."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return copy(value) if isinstance(value, list | dict | set) else value
+
+    return {name: own(value) for name, value in group.items() if name != "params"}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -145,5 +147,5 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
     total = flat[begin:end].view(torch.int64).sum()
     for rest in (flat[:begin], flat[end:]):
         if rest.numel():
-            total = total + rest.view(_INTEGERS[itemsize]).sum()
+            total = total + rest.view(INTEGERS[itemsize]).sum()
     return total

@@ -238,8 +238,8 @@ class EagerUpdates(BackwardOverlap):
 
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
         super().__init__(updater, is_last)
-        #: Parameter id -> its gradient, and the number of its slices that are not yet updated.
-        self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
+        #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
+        self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
         #: Whether a backward has updated weights and no step() has followed.
         self._unstepped = False
 
@@ -248,17 +248,13 @@ class EagerUpdates(BackwardOverlap):
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
-        self._gradients[id(parameter)] = (gradient, len(self._subgroups_of[id(parameter)]))
+        self._gradients.update(dict.fromkeys(self._subgroups_of[id(parameter)], gradient))
         what = f"a parameter of shape {tuple(parameter.shape)}"
         return OffloadedGradient.of(ConsumedGradient(what), gradient)
 
     def _update(self, subgroup: Subgroup) -> None:
-        gradients = {}
-        for index in sorted(subgroup.ready):
-            key = id(subgroup.slices[index].parameter)
-            gradients[index], slices_left = self._gradients.pop(key)
-            if slices_left > 1:
-                self._gradients[key] = (gradients[index], slices_left - 1)
+        ready = sorted(subgroup.ready)
+        gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.ranks.rank_directory import RankDirectory
+from offload_strategy.optimizer.states.subgroups import StateSet
 from offload_strategy.torch_support.dtensors import fsdp_groups, is_sharded
 
 #: How long ranks wait for each other to begin what all of them have to do.
 _BARRIER_TIMEOUT = timedelta(seconds=300)
-
-_T = TypeVar("_T")
 
 
 class DataParallelGroup:
@@ -88,15 +87,15 @@ class DataParallelGroup:
         assert work is not None
         return work
 
-    def gather(self, value: _T) -> list[_T]:
+    def gather(self, value: Any) -> list[Any]:
         """The small objects of all ranks, by rank, on each of them."""
-        found: list[_T] = [value] * self.size
+        found = [value] * self.size
         dist.all_gather_object(found, value, group=self.process_group)
         return found
 
-    def broadcast_object(self, value: _T, owner: int) -> _T:
-        """The owner's small object on all ranks."""
-        box: list[_T] = [value]
+    def broadcast_metadata(self, value: StateSet, owner: int) -> StateSet:
+        """The owner's metadata of states, which are small, on all ranks."""
+        box = [value]
         device = self._device()
         dist.broadcast_object_list(box, group=self.process_group, group_src=owner, device=device)
         return box[0]

@@ -138,10 +138,4 @@ def _all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads ann
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for listener in state.listeners:
         listener.add(future, pairs, bucket.is_last())
-    return future.then(_first)
-
-
-def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
-    value = future.value()
-    result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-    return result
+    return future.then(lambda done: done.value()[0])

@@ -122,7 +122,7 @@ class RankShards:
         group, weights = self._sharding_group, self._updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
-        if self._sharing is None and weights.residency is not None and group.on_one_machine():
+        if self._sharing is None and weights.streams and group.on_one_machine():
             self._sharing = WeightSharing(group, weights.residency)
         sharing = self._sharing
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
@@ -257,4 +257,4 @@ def _reserved(
 def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
     """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
     metadata = subgroup.states.metadata()
-    return metadata if group is None else group.broadcast_object(metadata, subgroup.owner)
+    return metadata if group is None else group.broadcast_metadata(metadata, subgroup.owner)

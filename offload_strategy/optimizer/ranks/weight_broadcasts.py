@@ -14,7 +14,7 @@ import atexit
 import faulthandler
 import os
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class StepBroadcasts:
     def __init__(
         self,
         dp_group: DataParallelGroup | None,
-        changing: Sequence[Subgroup],
+        changing: Iterable[Subgroup],
         weights: UpdatedWeights,
         sharing: WeightSharing | None = None,
         sent: Container[int] = (),
@@ -96,14 +96,11 @@ class StepBroadcasts:
         self._upcoming = deque(changing)
         self._ready: set[Subgroup] = set()
         self._begun: deque[WeightBroadcast] = deque()
-        self._advance()
+        self.ready()
 
     def ready(self, *subgroups: Subgroup) -> None:
         """Subgroups of this rank have their new weights, or keep the old ones."""
         self._ready.update(subgroups)
-        self._advance()
-
-    def _advance(self) -> None:
         while self.dp_group is not None and not self._weights.streams and self._upcoming:
             subgroup = self._upcoming[0]
             if subgroup.owner == self.dp_group.rank and subgroup not in self._ready:
@@ -144,7 +141,8 @@ class StepBroadcasts:
         while to_send:
             slices, owner = to_send.popleft()
             following = to_send[0] if to_send else ([], owner)
-            weights.prefetch(each.parameter for each in following[0] if following[1] == rank)
+            own = following[0] if following[1] == rank else []
+            weights.residency.prefetch(each.parameter for each in own)
             values = weights.copies(slices) if owner == rank else weights.memory_for(slices)
             # Nothing of this rank is held while it waits for others.
             self._begun.append(WeightBroadcast(dp_group, values, owner))

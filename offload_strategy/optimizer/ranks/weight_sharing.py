@@ -54,7 +54,8 @@ class WeightSharing:
         found: list[SharedTicket | None] = []
         with group.together("store new weights"):
             found = residency.share(own)
-        by_owner = [iter(shared) for shared in group.gather(found)]
+        gathered: list[list[SharedTicket | None]] = group.gather(found)
+        by_owner = [iter(shared) for shared in gathered]
         to_send = []
         for position, (parameter, owner) in enumerate(owners):
             shared = next(by_owner[owner])

@@ -14,6 +14,7 @@ update of an element depends on other elements is never sliced.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -105,3 +106,17 @@ def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]
         return [ParameterSlice(parameter)]
     cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
     return [ParameterSlice(parameter, (begin, end)) for begin, end in pairwise(cuts)]
+
+
+def in_batches(slices: Iterable[ParameterSlice], limit: int) -> Iterator[list[ParameterSlice]]:
+    """Gather slices in order, `limit` elements at most at a time; a larger slice is alone."""
+    batch: list[ParameterSlice] = []
+    elements = 0
+    for each in slices:
+        if batch and elements + each.numel > limit:
+            yield batch
+            batch, elements = [], 0
+        batch.append(each)
+        elements += each.numel
+    if batch:
+        yield batch

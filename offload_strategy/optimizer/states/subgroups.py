@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice, slice_parameter
+from offload_strategy.optimizer.states.parameter_slices import (
+    ParameterSlice,
+    in_batches,
+    slice_parameter,
+)
 from offload_strategy.optimizer.states.precision import INNER, Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
@@ -323,23 +328,13 @@ def plan_subgroups(
     groups = optimizer.param_groups
     limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))
     for group_index in reversed(range(len(groups))):
-        batch: list[ParameterSlice] = []
-        elements = 0
+        slices: list[ParameterSlice] = []
         for parameter in reversed(groups[group_index]["params"]):
             if id(parameter) in planned or is_lazy(parameter):
                 continue
-            slices = [ParameterSlice(parameter)]
             if local_tensor(parameter).numel() > limit and is_elementwise(group_index):
-                slices = slice_parameter(parameter, limit)
-            for param_slice in slices:
-                if batch and (
-                    elements + param_slice.numel > limit
-                    or parameter.dtype != batch[0].parameter.dtype
-                    or parameter.device != batch[0].parameter.device
-                ):
-                    yield Subgroup(group_index, batch)
-                    batch, elements = [], 0
-                batch.append(param_slice)
-                elements += param_slice.numel
-        if batch:
-            yield Subgroup(group_index, batch)
+                slices += slice_parameter(parameter, limit)
+            else:
+                slices.append(ParameterSlice(parameter))
+        for _, alike in groupby(slices, lambda each: (each.parameter.dtype, each.parameter.device)):
+            yield from (Subgroup(group_index, batch) for batch in in_batches(alike, limit))

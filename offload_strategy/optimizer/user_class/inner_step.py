@@ -16,7 +16,7 @@ slices, which change no bits: see [Note: where a parameter may be sliced].
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
+    in_batches,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import copy_rounded
@@ -225,7 +226,10 @@ def update_in_chunks(
     known = [len(state) for state in states]
     scratch = torch.empty(0)
     updated: list[list[tuple[ParameterSlice, dict[str, Any]]]] = [[] for _ in weights]
-    for chunk in _chunks(weights):
+    index_of = {id(weight): index for index, weight in enumerate(weights)}
+    slices = (each for weight in weights for each in slice_parameter(weight, CHUNK_ELEMENTS))
+    for batch in in_batches(slices, CHUNK_ELEMENTS):
+        chunk = [(index_of[id(each.parameter)], each) for each in batch]
         sizes = [round_up(each.numel, SLICE_ALIGNMENT) * len(upcast[i]) for i, each in chunk]
         if sum(sizes) > scratch.numel():  # at the first chunk, which is as large as most
             scratch = borrow(4 * sum(sizes)).view(torch.float32)
@@ -251,23 +255,9 @@ def update_in_chunks(
                 if value is not None:
                     copy_rounded(param_slice.of(states[index][name]), value, generator)
             updated[index].append((param_slice, state))
-    for state, slices in zip(states, updated, strict=True):
-        _merge_states(state, slices)
+    for state, its_slices in zip(states, updated, strict=True):
+        _merge_states(state, its_slices)
     return known != [len(state) for state in states]
-
-
-def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, ParameterSlice]]]:
-    """Slices that are updated together, with the indices of their weights."""
-    chunk: list[tuple[int, ParameterSlice]] = []
-    elements = 0
-    for index, weight in enumerate(weights):
-        for param_slice in slice_parameter(weight, CHUNK_ELEMENTS):
-            if chunk and elements + param_slice.numel > CHUNK_ELEMENTS:
-                yield chunk
-                chunk, elements = [], 0
-            chunk.append((index, param_slice))
-            elements += param_slice.numel
-    yield chunk
 
 
 def _merge_states(

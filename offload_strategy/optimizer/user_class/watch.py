@@ -88,17 +88,13 @@ class RandomOperations(TorchDispatchMode):
 def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]:
     """What all parameters of an optimizer share, by the number of its place and its name."""
     kind: Any = type(optimizer)
-    classes, variables = _outside(kind)
-    spaces: list[Mapping[str, Any]] = [
-        vars(optimizer),
-        *optimizer.param_groups,
-        *map(vars, classes),
-    ]
+    classes: Any = map(vars, classes_of(kind))
+    spaces = [vars(optimizer), *optimizer.param_groups, *classes]
     for place, space in enumerate(spaces):
         for name, value in list(space.items()):
             if name != "params" and not (place == 0 and name in OWN_ATTRIBUTES):
                 yield (place, name), value
-    for place, (name, read) in enumerate(variables, start=len(spaces)):
+    for place, (name, read) in enumerate(_variables(kind), start=len(spaces)):
         yield (place, name), read()
 
 
@@ -149,16 +145,15 @@ def classes_of(kind: type) -> tuple[type, ...]:
 
 
 @cache
-def _outside(kind: type) -> tuple[tuple[type, ...], list[tuple[str, Callable[[], Any]]]]:
-    """Where the methods of a class may keep values outside of instances.
+def _variables(kind: type) -> list[tuple[str, Callable[[], Any]]]:
+    """Readers of variables in which the methods of a class may keep values.
 
-    Its classes, and readers of variables: of its module and of enclosing functions, defaults and
-    attributes of functions. Methods call functions of their module, too.
+    They are of its module and of enclosing functions, defaults and attributes of functions.
+    Methods call functions of their module, too.
     """
-    classes = classes_of(kind)
     variables: list[tuple[str, Callable[[], Any]]] = []
     functions: list[Any] = []
-    pending = [value for each in classes for value in vars(each).values()]
+    pending = [value for each in classes_of(kind) for value in vars(each).values()]
     for value in pending:  # which grows
         function = inspect.unwrap(getattr(value, "__func__", value))
         if not inspect.isfunction(function) or function in functions:
@@ -176,4 +171,4 @@ def _outside(kind: type) -> tuple[tuple[type, ...], list[tuple[str, Callable[[],
                 pending.append(space[name])
             elif not isinstance(space[name], CODE):
                 variables.append((name, partial(space.get, name)))
-    return classes, variables
+    return variables
