@@ -67,9 +67,7 @@ class StreamedWeight:
     def _take_form(self, parameter: torch.Tensor) -> None:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.device = parameter.device
-        self.form = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-        )
+        self.form = torch.empty_like(parameter, device="meta")
         self._placeholder = nan_placeholder(self.form, parameter.device)
 
     @property
@@ -177,9 +175,7 @@ class StreamedWeight:
         ticket = self._ticket
         if self._here or ticket is None or self.parameter() is None:
             return
-        state = ticket.state
-        written = state is TicketState.IN_MEMORY and bool(ticket.entry.stripes)
-        if written or state in (TicketState.STORED, TicketState.LOADING):
+        if ticket.state in (TicketState.STORED, TicketState.LOADING) or ticket.entry.is_copy:
             flat = self._store.private(ticket)
         else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
