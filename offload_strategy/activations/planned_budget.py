@@ -311,11 +311,10 @@ class PlannedBudget(Budget):
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
-        baseline = self._baseline
+        baseline, per_event = self._baseline, self._baseline.per_event
         others = self.others_bytes(trace)
         over, self._over = self._over, None
-        per_event = baseline.per_event
-        peak = baseline.end(others, learn=over is not None)
+        peak = 0 if over is None else baseline.end(others)
         baseline.begin(others)
         if over is None:
             return
