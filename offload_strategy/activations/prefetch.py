@@ -298,10 +298,8 @@ class Prefetcher:
 
     def _may_load(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Return whether something has changed since `_fetch` looked for what to load."""
-        loaded = record.loaded_bytes
-        if loaded <= record.load_below or limit - loaded >= record.load_room:
-            return True
-        if self._store.lost_copies != record.lost_copies:
+        loaded, lost = record.loaded_bytes, self._store.lost_copies != record.lost_copies
+        if lost or loaded <= record.load_below or limit - loaded >= record.load_room:
             return True
         if record.can_wait is None:
             return False

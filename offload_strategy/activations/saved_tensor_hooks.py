@@ -244,9 +244,8 @@ class ActivationOffload:
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if span is not wanted:
-            too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
-            span = wanted if too_small or not span.covers(wanted) else span
+        if wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes or not span.covers(wanted):
+            span = wanted
         if span.nbytes < self._min_size:
             return KeptTensor(tensor)
         return self._new_item(tensor, span, record)

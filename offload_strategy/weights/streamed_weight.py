@@ -187,9 +187,9 @@ class StreamedWeight:
         self._here = True
 
     def can_be_offloaded(self) -> bool:
-        """Whether nobody else holds the bytes."""
+        """Whether nobody else holds the resident bytes."""
         parameter = self.live_parameter()
-        if not self._here or self.users or self.pinned:
+        if self.users or self.pinned:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()
@@ -223,9 +223,8 @@ class StreamedWeight:
             return
         parameter = self.live_parameter()
         torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
-        if self._here:
-            set_data(parameter, self._placeholder)
-            self._here = False
+        set_data(parameter, self._placeholder)
+        self._here = False
         self._replace_ticket(ticket)
 
     def offload(self) -> None:
