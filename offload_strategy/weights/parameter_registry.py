@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin as Uninitialized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy.errors import ConfigError
@@ -65,7 +65,7 @@ class ParameterRegistry:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
-                if is_lazy(tensor):
+                if isinstance(tensor, Uninitialized):
                     self._lazy.append(weakref.ref(tensor))
                     continue
                 for storage in _storages_of(tensor):
@@ -78,7 +78,7 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
-        if self._lazy and not all(is_lazy(lazy()) for lazy in self._lazy):
+        if self._lazy and not all(isinstance(lazy(), Uninitialized) for lazy in self._lazy):
             self.refresh()  # a lazy module has materialized its weights in this pass
         for storage in _storages_of(tensor):
             reference = self._storages.get(storage._cdata)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -65,24 +66,21 @@ class StreamedShard(torch.Tensor):
         if func in (_aten.detach.default, _aten.alias.default):
             return cls(args[0].weight)
         loaded: dict[int, StreamedShard] = {}
-        accessed: list[ShardedWeight] = []
+        accesses = ExitStack()
 
         def load(shard: StreamedShard) -> torch.Tensor:
             if not shard.weight.closed:
                 shard.weight.begin_access()
-                accessed.append(shard.weight)
+                accesses.callback(shard.weight.end_access)
             values = shard.weight.local_values()
             loaded[id(values)] = shard
             return values
 
-        try:
+        with accesses:
             plain = tree_map_only(StreamedShard, load, (args, kwargs or {}))
             result = func(*plain[0], **plain[1])
             # An operation in place returns its argument.
             return tree_map(lambda each: loaded.get(id(each), each), result)
-        finally:
-            for weight in accessed:
-                weight.end_access()
 
     def fsdp_pre_all_gather(
         self,
