@@ -205,13 +205,8 @@ class StreamedWeight:
         return self._put(values, [*(tier for tier in self._tiers if tier.queues), *tiers])
 
     def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
-        return self._store.put(
-            values.view(-1).view(torch.uint8),
-            _CLIENT,
-            tiers,
-            whole_pages=True,
-            one_block_at_a_time=self.device.type == "cpu",
-        )
+        flat, on_host = values.view(-1).view(torch.uint8), self.device.type == "cpu"
+        return self._store.put(flat, _CLIENT, tiers, whole_pages=True, one_block_at_a_time=on_host)
 
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
