@@ -156,8 +156,7 @@ class Prefetcher:
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
         self._alive[record.serial] = record
-        latest = self.latest_trace
-        if latest is not None:
+        if (latest := self.latest_trace) is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open(record.trace.thread)
         while self._untimed:
