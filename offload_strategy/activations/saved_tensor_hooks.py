@@ -192,7 +192,7 @@ class ActivationOffload:
         if not allowed or owner is self:
             yield allowed
             return
-        outer = other_hooks.given_copies_of_frozen_weights(outer)
+        outer = None if outer is None else other_hooks.given_copies_of_frozen_weights(outer)
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()
