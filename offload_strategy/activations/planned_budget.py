@@ -231,9 +231,7 @@ class PlannedBudget(Budget):
             return
         self.latest_peak_bytes = self._baseline.look()
         self._over = trace
-        for number, until in trace.held_until.items():
-            held = 0.0 if until is None else until - trace.started_at
-            self._profiler.held_until[trace.prefixes[number]] = held
+        self._profiler.held_until |= trace.held_until
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""

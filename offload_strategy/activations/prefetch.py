@@ -127,7 +127,7 @@ class Prefetcher:
         # Passes that the host has launched, of which the device has not told all times.
         self._untimed: deque[Trace] = deque(maxlen=_MOST_UNTIMED)
         # Seconds from the last use of a pass to the next: the rest of backward, and all in between.
-        self._tail: float | None = None
+        self._tail = math.inf
         #: Items that were needed before their load started, and before it ended.
         self.missed_loads = 0
         self.late_loads = 0
@@ -141,8 +141,7 @@ class Prefetcher:
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
         last_use = trace.uses[-1][1]
-        since = perf_counter() - last_use
-        return last_use + (since if self._tail is None else min(since, self._tail))
+        return last_use + min(perf_counter() - last_use, self._tail)
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
