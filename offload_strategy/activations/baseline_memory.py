@@ -80,11 +80,9 @@ class BaselineMemory:
         self._seen = max(self._seen, self.meter.peak_bytes())
         return self._seen
 
-    def end(self, items: int, *, learn: bool) -> int:
+    def end(self, items: int) -> int:
         """End a pass and what followed, with so many bytes of items; return its peak in bytes."""
         peak = self.look()
-        if not learn:
-            return peak
         self._note(items)
         if self.per_event:
             self._corrections.clear()

@@ -77,11 +77,10 @@ def ours_and_foreign(kind: type) -> tuple[object, HookPair | None]:
     Foreign are those in force if they are nobody's of that `kind`, or those that his stand behind.
     """
     pair = innermost()
-    if pair is None:
-        return None, None
-    if isinstance(pair.owner, _Through):
-        return pair.owner.ours.owner, pair.owner.outer
-    return (pair.owner, None) if isinstance(pair.owner, kind) else (None, pair)
+    owner = None if pair is None else pair.owner
+    if isinstance(owner, _Through):
+        return owner.ours.owner, owner.outer
+    return (owner, None) if isinstance(owner, kind) else (None, pair)
 
 
 def behind(
@@ -111,14 +110,12 @@ class _Through:
         return self.outer.unpack(known)
 
 
-def given_copies_of_frozen_weights(outer: HookPair | None) -> HookPair | None:
+def given_copies_of_frozen_weights(outer: HookPair) -> HookPair:
     """Return `outer` such that it gets another Parameter on the same bytes for one that is frozen.
 
     torch.utils.checkpoint keeps what is computed again, and tensors without gradients as the same
     objects. A weight that is offloaded loses its bytes in place, unless others share its storage.
     """
-    if outer is None:
-        return None
 
     def pack(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:

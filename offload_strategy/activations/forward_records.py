@@ -61,9 +61,9 @@ class Trace:
     waited: float = 0.0
     #: Number of uses that the history has learned.
     learned: int = 0
-    #: Until when offloaded items stayed in memory because others referenced them, without the
-    #: seconds for which training had waited; None if nobody did.
-    held_until: dict[int, float | None] = field(default_factory=dict)
+    #: By prefix: seconds from the start until which offloaded items stayed in memory because others
+    #: referenced them, without those for which training had waited; 0 if nobody did.
+    held_until: dict[int, float] = field(default_factory=dict)
     #: Bytes of items in memory, loaded ahead or not, after each save and after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
@@ -132,8 +132,9 @@ class Trace:
             dead.nbytes = 0
             entry, dead.entry = dead.entry, None
             if entry is not None and entry.written_at is not None:
-                held = entry.written_at < self._looked_at
-                self.held_until[dead.number] = (now - self.held - self.waited) if held else None
+                until = now - self.held - self.waited - self.started_at
+                is_held = entry.written_at < self._looked_at
+                self.held_until[self.prefixes[dead.number]] = until if is_held else 0.0
         self._looked_at = now
         return self._alive_bytes
 
@@ -266,9 +267,9 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage = tensor.untyped_storage()
+        storage, nbytes = tensor.untyped_storage(), span.nbytes
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)

@@ -231,9 +231,7 @@ class PlannedBudget(Budget):
             return
         self.latest_peak_bytes = self._baseline.look()
         self._over = trace
-        for number, until in trace.held_until.items():
-            held = 0.0 if until is None else until - trace.started_at
-            self._profiler.held_until[trace.prefixes[number]] = held
+        self._profiler.held_until |= trace.held_until
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""
@@ -311,11 +309,10 @@ class PlannedBudget(Budget):
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
-        baseline = self._baseline
+        baseline, per_event = self._baseline, self._baseline.per_event
         others = self.others_bytes(trace)
         over, self._over = self._over, None
-        per_event = baseline.per_event
-        peak = baseline.end(others, learn=over is not None)
+        peak = 0 if over is None else baseline.end(others)
         baseline.begin(others)
         if over is None:
             return

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from timeit import default_timer as perf_counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -121,13 +121,13 @@ class Prefetcher:
         self.history = UseOrderHistory()
         self._margin = _FIRST_MARGIN
         self._speed = _Speed()
-        self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
+        self._alive: WeakValueDictionary[int, ForwardRecord] = WeakValueDictionary()
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
         # Passes that the host has launched, of which the device has not told all times.
         self._untimed: deque[Trace] = deque(maxlen=_MOST_UNTIMED)
         # Seconds from the last use of a pass to the next: the rest of backward, and all in between.
-        self._tail: float | None = None
+        self._tail = math.inf
         #: Items that were needed before their load started, and before it ended.
         self.missed_loads = 0
         self.late_loads = 0
@@ -141,12 +141,11 @@ class Prefetcher:
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
         last_use = trace.uses[-1][1]
-        since = perf_counter() - last_use
-        return last_use + (since if self._tail is None else min(since, self._tail))
+        return last_use + min(perf_counter() - last_use, self._tail)
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
-        records = [reference() for reference in list(self._alive.values())]
+        records = [reference() for reference in self._alive.valuerefs()]
         return sum(
             record.trace.alive_bytes() + record.resident_bytes
             for record in records
@@ -155,12 +154,8 @@ class Prefetcher:
 
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
-        for serial, alive in list(self._alive.items()):
-            if alive() is None:
-                self._alive.pop(serial, None)  # another thread may be faster
-        self._alive[record.serial] = weakref.ref(record)
-        latest = self.latest_trace
-        if latest is not None:
+        self._alive[record.serial] = record
+        if (latest := self.latest_trace) is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open(record.trace.thread)
         while self._untimed:
@@ -301,10 +296,8 @@ class Prefetcher:
 
     def _may_load(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Return whether something has changed since `_fetch` looked for what to load."""
-        loaded = record.loaded_bytes
-        if loaded <= record.load_below or limit - loaded >= record.load_room:
-            return True
-        if self._store.lost_copies != record.lost_copies:
+        loaded, lost = record.loaded_bytes, self._store.lost_copies != record.lost_copies
+        if lost or loaded <= record.load_below or limit - loaded >= record.load_room:
             return True
         if record.can_wait is None:
             return False
@@ -372,8 +365,7 @@ class Prefetcher:
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
         distance = self.history.following(record.trace)
-        reference = None if distance is None else self._alive.get(record.serial + distance)
-        following = None if reference is None else reference()
+        following = None if distance is None else self._alive.get(record.serial + distance)
         if following is None or following.in_backward:
             return
         for number in self.history.plan(following.trace).sequence:

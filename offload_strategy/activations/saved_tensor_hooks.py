@@ -33,7 +33,6 @@ from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudg
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
 from offload_strategy.errors import OffloadError
-from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
@@ -83,22 +82,22 @@ class ActivationOffload:
         write_budget: WriteBudget | None = None,
         verify: bool = False,
     ) -> None:
-        self._store = store
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
         self._verify = verify
         #: Returns what autograd holds in place of a streamed weight; is set before the first pass.
-        self.save_weight: Callable[[torch.Tensor], Packed | None] | None = None
+        self.save_weight: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
         self._writes = TierWrites(store, tiers, keep_originals=verify)
         self._open = _Open()
-        self._profiler = PassProfiler(self._writes)
-        self.names = self._profiler.names
+        #: Makes the profile of `latest_pass`.
+        self.profiler = PassProfiler(self._writes)
+        self.names = self.profiler.names
         #: The budget, if it goes by a plan.
         self.planned: PlannedBudget | None = None
         self._budget: Budget
         if plan_within is not None:
-            self._budget = self.planned = PlannedBudget(plan_within, self._profiler)
+            self._budget = self.planned = PlannedBudget(plan_within, self.profiler)
         elif budget == "auto":
             self._budget = AutomaticBudget(self._writes, most_backlog)
         else:
@@ -139,11 +138,6 @@ class ActivationOffload:
         names = [self.names.of(prefix) or "" for prefix in latest.prefixes]
         return latest, names, self._prefetcher.ended_at(latest)
 
-    def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
-        """Return the profile of that pass; see `PassProfiler`."""
-        latest, ended_at = self._prefetcher.latest_trace, self._prefetcher.ended_at
-        return None if latest is None else self._profiler.profile(latest, ended_at(latest), busy)
-
     # ------------------------------------------------------------------ forward passes
     def hint(self) -> None:
         """Start a micro-batch: forward passes until the next hint belong together."""
@@ -168,7 +162,7 @@ class ActivationOffload:
         self._before_forward()
         if self._write_budget is not None:
             self._write_budget.begin_pass()
-        self._store.pass_begins()
+        self._writes.store.pass_begins()
         if (latest := self._prefetcher.latest_trace) is not None:
             self._batch_bytes = batch_bytes(latest.saved_bytes, self._writes.rate(write=True))
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
@@ -198,7 +192,7 @@ class ActivationOffload:
         if not allowed or owner is self:
             yield allowed
             return
-        outer = other_hooks.given_copies_of_frozen_weights(outer)
+        outer = None if outer is None else other_hooks.given_copies_of_frozen_weights(outer)
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()
@@ -211,7 +205,7 @@ class ActivationOffload:
                 hooks.__exit__(None, None, None)
 
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
-        weight = None if self.save_weight is None else self.save_weight(tensor)
+        weight = self.save_weight(tensor)
         return KeptTensor(tensor) if weight is None else weight
 
     def _record(self) -> ForwardRecord:
@@ -227,10 +221,8 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------ hooks
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        if self.save_weight is not None:
-            weight = self.save_weight(tensor)
-            if weight is not None:
-                return weight
+        if (weight := self.save_weight(tensor)) is not None:
+            return weight
         record = self._open.record
         if record is None or not self.enabled or is_small(tensor, self._min_size):
             return KeptTensor(tensor)
@@ -252,18 +244,14 @@ class ActivationOffload:
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if span is not wanted:
-            too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
-            span = wanted if too_small or not span.covers(wanted) else span
-        nbytes = span.nbytes
-        if nbytes < self._min_size:
+        if wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes or not span.covers(wanted):
+            span = wanted
+        if span.nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, nbytes, record)
+        return self._new_item(tensor, span, record)
 
-    def _new_item(
-        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
-    ) -> Packed:
-        trace = record.trace
+    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, span.nbytes
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
@@ -271,7 +259,7 @@ class ActivationOffload:
             trace.on_device = self._writes.on_device = True
             trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, nbytes, prefix)
+        item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
         leaves = self._budget.admits(nbytes, trace, idle, saved_after)
         if leaves and self._write_budget is not None:

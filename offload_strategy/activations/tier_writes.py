@@ -55,8 +55,8 @@ def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
     return max(min(_SLOW_BYTES, int(_SLOW_SHARE * saved_bytes)), min(most, int(rate * _SECONDS)))
 
 
-#: An item, its next use, the node of the operation that saved it, and where that runs.
-_Waiting = tuple[weakref.ref[SavedItem], int, int, torch.device, torch.Stream | None]
+#: An item, its next use, the node of the operation that saved it, and the stream where that runs.
+_Waiting = tuple[weakref.ref[SavedItem], int, int, torch.Stream | None]
 
 
 class _Batch(threading.local):
@@ -88,7 +88,7 @@ class TierWrites:
             stream = current_stream(device)
         else:
             self.settle(item.record.trace, at_least)
-        batch.items.append((weakref.ref(item), next_use, _sequence_number(), device, stream))
+        batch.items.append((weakref.ref(item), next_use, _sequence_number(), stream))
         batch.nbytes += item.nbytes
 
     def settle(self, trace: Trace, at_least: int) -> None:
@@ -104,7 +104,7 @@ class TierWrites:
         node = None if ended else _sequence_number()
         found = []
         for one in waiting:
-            reference, next_use, saved_by, device, stream = one
+            reference, next_use, saved_by, stream = one
             item = reference()
             if item is None or item.payload is None:
                 continue
@@ -114,7 +114,7 @@ class TierWrites:
                 continue
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
-            found.append(((device, stream), item, item.payload, next_use))
+            found.append(((item.payload.device, stream), item, item.payload, next_use))
         stall_seconds = self.store.recorder.stall_seconds
         stalled = stall_seconds[CLIENT]
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):

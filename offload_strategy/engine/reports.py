@@ -82,11 +82,12 @@ class EngineReports(EngineWeights):
                 "profile: no backward pass has finished yet. Train a step first, with "
                 "activations.enabled: true."
             )
-        start = latest[0].started_at
+        trace, _, ended_at = latest
+        start = trace.started_at
         timings = [one for one in self._recorder.updates.copy() if one.begin >= start]
         # Updates run between the nodes of backward: their time is not the model's.
-        found = activations.profile([(timing.begin, timing.end) for timing in timings])
-        assert found is not None
+        busy = [(timing.begin, timing.end) for timing in timings]
+        found = activations.profiler.profile(trace, ended_at, busy)
         updates = []
         ended = sorted(timings, key=lambda one: one.end)
         seconds_of = [0.0, *accumulate(one.end - one.begin for one in ended)]

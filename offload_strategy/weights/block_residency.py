@@ -327,8 +327,6 @@ class BlockResidency:
 
     def _offload_weight(self, weight: StreamedWeight) -> bool:
         """Offload a weight if possible; return whether it is offloaded."""
-        if weight.parameter() is None:
-            return True
         if weight.is_resident:
             self._calls.wait()
         if weight.is_resident and weight.can_be_offloaded():

@@ -119,7 +119,7 @@ class Loader:
         ahead = 0
         store = self.store
         while waiting or coming:
-            while waiting and (not coming or ahead + waiting[0].stored.nbytes <= half):
+            while waiting and ahead + waiting[0].stored.nbytes <= half:
                 one = waiting.popleft()
                 coming.append((one, self._file_ticket(one, torch.device("cpu"))))
                 store.prefetch(coming[-1][1])
@@ -128,7 +128,7 @@ class Loader:
             size, device = one.stored.nbytes, self._device_of(one.tensor)
             ahead -= size
             payload = store.take(ticket)
-            store.await_writes(_CLIENT, max(0, half - size), seconds=math.inf)
+            store.await_writes(_CLIENT, half - size, seconds=math.inf)
             on_host = device.type == "cpu"
             yield one, store.put(payload.to(device), _CLIENT, self.tiers, whole_pages=on_host)
 

@@ -141,9 +141,7 @@ class GuardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with a copy of the values."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self._plain()

@@ -91,11 +91,9 @@ class ParameterRegistry:
 
 def after_collection(find: Callable[[], _Found]) -> _Found:
     """Return what is found; if only reference cycles kept it, they are collected, and it is not."""
-    if found := find():
-        del found
+    if find():
         gc.collect()
-        return find()
-    return found
+    return find()
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -65,24 +66,21 @@ class StreamedShard(torch.Tensor):
         if func in (_aten.detach.default, _aten.alias.default):
             return cls(args[0].weight)
         loaded: dict[int, StreamedShard] = {}
-        accessed: list[ShardedWeight] = []
+        accesses = ExitStack()
 
         def load(shard: StreamedShard) -> torch.Tensor:
             if not shard.weight.closed:
                 shard.weight.begin_access()
-                accessed.append(shard.weight)
+                accesses.callback(shard.weight.end_access)
             values = shard.weight.local_values()
             loaded[id(values)] = shard
             return values
 
-        try:
+        with accesses:
             plain = tree_map_only(StreamedShard, load, (args, kwargs or {}))
             result = func(*plain[0], **plain[1])
             # An operation in place returns its argument.
             return tree_map(lambda each: loaded.get(id(each), each), result)
-        finally:
-            for weight in accessed:
-                weight.end_access()
 
     def fsdp_pre_all_gather(
         self,
@@ -115,8 +113,7 @@ class StreamedShard(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain tensor with a copy of the values."""
-        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
-        return copied
+        return self.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.clone())
@@ -157,10 +154,7 @@ class ShardedWeight(StreamedWeight):
 
     def local_values(self) -> torch.Tensor:
         """Return the resident values in the shape of the local tensor, without the padding."""
-        return self._without_padding(self.values())
-
-    def _without_padding(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.local_form.shape, self.local_form.stride())
+        return self.values().as_strided(self.local_form.shape, self.local_form.stride())
 
     def all_gather_input(self) -> torch.Tensor:
         """Return the padded values in the dtype to compute in, loaded if necessary."""
@@ -249,18 +243,16 @@ class ShardedWeight(StreamedWeight):
 
     def close(self, *, restore: bool) -> None:
         """Free the ticket, and give FSDP2 its tensors back."""
-        flat = self.parameter()
         super().close(restore=restore)
         self.closed = True
         fsdp_param = self._fsdp_param()
-        if fsdp_param is None or flat is None:
+        if fsdp_param is None or self.parameter() is None:
             return
-        values = flat.detach()
-        fsdp_param._sharded_param_data = values
-        local = nan_placeholder(self.local_form, self.device)
+        fsdp_param._sharded_param_data = self.values()
         if restore or self.is_resident:
-            local = self._without_padding(values)
-        self._set_local(local)
+            self._set_local(self.local_values())
+        else:
+            self._set_local(nan_placeholder(self.local_form, self.device))
         del fsdp_param.reset_sharded_param
 
 

@@ -69,9 +69,7 @@ class StreamedWeight:
     def _take_form(self, parameter: torch.Tensor) -> None:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.device = parameter.device
-        self.form = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-        )
+        self.form = torch.empty_like(parameter, device="meta")
         self._placeholder = nan_placeholder(self.form, parameter.device)
 
     @property
@@ -179,9 +177,7 @@ class StreamedWeight:
         ticket = self._ticket
         if self._here or ticket is None or self.parameter() is None:
             return
-        state = ticket.state
-        written = state is TicketState.IN_MEMORY and bool(ticket.entry.stripes)
-        if written or state in (TicketState.STORED, TicketState.LOADING):
+        if ticket.state in (TicketState.STORED, TicketState.LOADING) or ticket.entry.is_copy:
             flat = self._store.private(ticket)
         else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
@@ -193,9 +189,9 @@ class StreamedWeight:
         self._here = True
 
     def can_be_offloaded(self) -> bool:
-        """Whether nobody else holds the bytes."""
+        """Whether nobody else holds the resident bytes."""
         parameter = self.live_parameter()
-        if not self._here or self.users or self.pinned:
+        if self.users or self.pinned:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()
@@ -211,13 +207,8 @@ class StreamedWeight:
         return self._put(values, [*(tier for tier in self._tiers if tier.queues), *tiers])
 
     def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
-        return self._store.put(
-            values.view(-1).view(torch.uint8),
-            _CLIENT,
-            tiers,
-            whole_pages=True,
-            one_block_at_a_time=self.device.type == "cpu",
-        )
+        flat, on_host = values.view(-1).view(torch.uint8), self.device.type == "cpu"
+        return self._store.put(flat, _CLIENT, tiers, whole_pages=True, one_block_at_a_time=on_host)
 
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
@@ -229,9 +220,8 @@ class StreamedWeight:
             return
         parameter = self.live_parameter()
         torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
-        if self._here:
-            set_data(parameter, self._placeholder)
-            self._here = False
+        set_data(parameter, self._placeholder)
+        self._here = False
         self._replace_ticket(ticket)
 
     def offload(self) -> None:

@@ -45,28 +45,22 @@ def cut_into_blocks(
                 f"parameters.blocks: the model has no module of class {name!r}; it has "
                 f"{', '.join(sorted(known))}."
             )
-    whole = isinstance(model, _WHOLE)
-    roots = [("", model)] if whole else list(_outermost_blocks(model, classes, choose))
-    named = [(name, module, module.named_parameters(prefix=name)) for name, module in roots]
-    covered = {id(inner) for _, module in roots for inner in module.modules()}
-    order = {}
-    for place, (name, module) in enumerate(model.named_modules()):
-        order[id(module)] = place
-        if id(module) not in covered:
-            named.append((name, module, module.named_parameters(prefix=name, recurse=False)))
+    roots = {model} if isinstance(model, _WHOLE) else {*_outermost_blocks(model, classes, choose)}
+    covered = {inner for root in roots for inner in root.modules()}
+    blocks = []
+    for name, module in model.named_modules():
+        named = []
+        if module in roots or module not in covered:
+            named.append(module.named_parameters(prefix=name, recurse=module in roots))
         if isinstance(module, nn.TransformerEncoder):  # its forward reads the first layer's weights
             first = next(iter(module.layers.children()), None)
             if first is not None:
-                prefix = f"{name}.layers.0".lstrip(".")
-                named.append((name, module, first.named_parameters(prefix=prefix)))
-    named.sort(key=lambda block: order[id(block[1])])
-    blocks = []
-    for name, module, parameters in named:
-        streamed = {
-            key: p for key, p in parameters if can_be_streamed(p, min_bytes) and not is_sharded(p)
-        }
-        if streamed:
-            blocks.append((name or type(module).__name__, module, streamed))
+                named.append(first.named_parameters(prefix=f"{name}.layers.0".lstrip(".")))
+        for each in named:
+            plain = ((key, p) for key, p in each if not is_sharded(p))
+            streamed = {key: p for key, p in plain if can_be_streamed(p, min_bytes)}
+            if streamed:
+                blocks.append((name or type(module).__name__, module, streamed))
     return blocks
 
 
@@ -75,8 +69,8 @@ def _outermost_blocks(
     classes: Collection[str],
     choose: Callable[[str, nn.Module], bool] | None,
     prefix: str = "",
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that are blocks with their names, in the order of registration.
+) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are blocks.
 
     Repeated layers are members of a `ModuleList`, `Sequential` or `ModuleDict` that has two or more
     children of one class with parameters.
@@ -90,7 +84,7 @@ def _outermost_blocks(
         chosen = choose is not None and choose(path, child)
         named = type(child).__name__ in classes or isinstance(child, _WHOLE)
         if chosen or named or counts[type(child)] > 1:
-            yield path, child
+            yield child
         else:
             yield from _outermost_blocks(child, classes, choose, f"{path}.")
 

@@ -218,9 +218,7 @@ class WeightStream(BlockResidency):
 
     def schedule(self) -> tuple[list[tuple[StreamedBlock, bool]], bool]:
         """Return what a step needs, and whether one was seen: blocks, each for backward or not."""
-        with self._lock:
-            learned = self._order.last_step
-        if learned:
+        if learned := self._order.last_step:
             backward = {block for block, in_backward in learned if in_backward}
             # Backward does not need a first layer's weight if its input requires no gradient.
             rest = {block: None for block, _ in learned if block not in backward and block.trained}
