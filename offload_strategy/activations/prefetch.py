@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from timeit import default_timer as perf_counter
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -121,7 +121,7 @@ class Prefetcher:
         self.history = UseOrderHistory()
         self._margin = _FIRST_MARGIN
         self._speed = _Speed()
-        self._alive: WeakValueDictionary[int, ForwardRecord] = WeakValueDictionary()
+        self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
         # Passes that the host has launched, of which the device has not told all times.
@@ -145,7 +145,7 @@ class Prefetcher:
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
-        records = [reference() for reference in self._alive.valuerefs()]
+        records = [reference() for reference in list(self._alive.values())]
         return sum(
             record.trace.alive_bytes() + record.resident_bytes
             for record in records
@@ -154,7 +154,10 @@ class Prefetcher:
 
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
-        self._alive[record.serial] = record
+        for serial, alive in list(self._alive.items()):
+            if alive() is None:
+                self._alive.pop(serial, None)  # another thread may be faster
+        self._alive[record.serial] = weakref.ref(record)
         if (latest := self.latest_trace) is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open(record.trace.thread)
@@ -365,7 +368,8 @@ class Prefetcher:
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
         distance = self.history.following(record.trace)
-        following = None if distance is None else self._alive.get(record.serial + distance)
+        reference = None if distance is None else self._alive.get(record.serial + distance)
+        following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
         for number in self.history.plan(following.trace).sequence:
