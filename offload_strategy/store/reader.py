@@ -154,7 +154,7 @@ class Reader:
             try:
                 payload = self._as_payload(entry, memory)
             except BaseException as error:  # for example, if the device is out of memory
-                move.fail(error)
+                move.error, move.state = error, MoveState.FAILED
         with self.registry.lock:
             self.registry.moving.discard(entry)
             entry.move = None

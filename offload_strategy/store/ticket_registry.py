@@ -141,8 +141,7 @@ class TicketRegistry:
 
     def release_written(self) -> None:
         """Free the memory of written tickets: I/O threads would take the time of computations."""
-        if self._written_payloads:
-            self._written_payloads.clear()
+        self._written_payloads.clear()
 
     def free_dropped(self) -> None:
         """Free the entries of dropped tickets if the lock is free; otherwise its holder will."""
@@ -198,7 +197,10 @@ class BufferAllocator:
     def allocate_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return a buffer at once, within the budget if possible."""
         buffer = self._reclaimed(nbytes, pinned=pinned)
-        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+        if buffer is None:
+            buffer = self.pool.acquire(nbytes, pinned=pinned, beyond_budget=True)
+            assert buffer is not None
+        return buffer
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return a buffer once writes or copies free one; without any, exceed the budget."""
@@ -210,7 +212,7 @@ class BufferAllocator:
                 break
             time.sleep(POLL_SECONDS)
         self.recorder.stalled(client, begin)
-        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+        return self.allocate_now(nbytes, pinned=pinned) if buffer is None else buffer
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         self.registry.release_written()
@@ -218,9 +220,4 @@ class BufferAllocator:
             with self.registry.lock:
                 if not self.registry.drop_copy():
                     return None
-        return buffer
-
-    def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        buffer = self.pool.acquire(nbytes, pinned=pinned, beyond_budget=True)
-        assert buffer is not None
         return buffer

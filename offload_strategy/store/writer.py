@@ -92,10 +92,9 @@ class Writer:
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
                 self.registry.free(entry)
-            for entry in entries[begun:]:
-                if entry.tier is not None:
-                    with self.registry.lock:
-                        entry.tier.release(entry)
+            with self.registry.lock:
+                for entry in entries[begun:]:
+                    self.registry.forget(entry)
             raise
         return entries
 
