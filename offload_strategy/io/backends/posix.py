@@ -175,9 +175,9 @@ class _CachedBlocks(threading.local):
         """Start the write-out of a block, and drop an earlier one."""
         if is_buffered(fd):
             self._blocks.append((fd, offset, nbytes))
-            _drop_from_cache(fd, offset, nbytes)
+            drop_from_cache(fd, offset, nbytes)
             while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
-                _drop_from_cache(*self._blocks.popleft())
+                drop_from_cache(*self._blocks.popleft())
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
@@ -195,10 +195,11 @@ def is_buffered(fd: int) -> bool:
         return False  # the transfer itself reports the error
 
 
-def _drop_from_cache(fd: int, offset: int, nbytes: int) -> None:
+def drop_from_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Advise the kernel that nobody needs the cached pages of a range, or of a whole file."""
     # For dirty pages the call starts the write-out; clean pages leave the page cache. If the file
     # was closed and its descriptor reused, another file loses a few cached pages, nothing more.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no advice there
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
