@@ -185,8 +185,8 @@ class TicketRegistry:
 
 
 @dataclass(eq=False)
-class BufferAllocator:
-    """Allocates host buffers for tickets, if necessary by dropping prefetched copies."""
+class StorePart:
+    """What reads or writes tickets; allocates host buffers, if necessary by dropping copies."""
 
     pool: BufferPool
     registry: TicketRegistry
