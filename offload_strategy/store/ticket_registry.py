@@ -132,7 +132,7 @@ class TicketRegistry:
                 self._tickets.pop(entry.reference, None)
                 entry.reference = 0  # the number may be reused
             if move is not None:
-                self._cancel(move)
+                move.cancel()
 
     def pause(self) -> None:
         """Let writes end."""
@@ -154,7 +154,7 @@ class TicketRegistry:
                 finally:
                     self.lock.release()
                 for move in filter(None, doomed):
-                    self._cancel(move)
+                    move.cancel()
 
     def forget(self, entry: Entry) -> None:
         """Release the space of a freed entry without a transfer in flight; with the lock held."""
@@ -174,14 +174,10 @@ class TicketRegistry:
         entry.state = TicketState.FREED
         entry.payload = entry.staged = None
         self._copies.pop(entry, None)
-        if entry.move is not None:
-            return entry.move  # the end of the transfer releases it
+        if entry.move is not None:  # the end of the transfer releases it
+            return entry.move if os.getpid() == self.pid else None
         self.forget(entry)
         return None
-
-    def _cancel(self, move: Move) -> None:
-        if os.getpid() == self.pid:
-            move.cancel()
 
 
 @dataclass(eq=False)
