@@ -187,12 +187,9 @@ def view_of(address: int, nbytes: int) -> memoryview:
 
 def is_buffered(fd: int) -> bool:
     """Whether I/O on a file goes through the page cache and the kernel takes advice about it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    try:
-        return not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
-    except OSError:
-        return False  # the transfer itself reports the error
+    with contextlib.suppress(OSError):  # the transfer itself reports the error
+        return hasattr(os, "posix_fadvise") and not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
+    return False
 
 
 def drop_from_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
