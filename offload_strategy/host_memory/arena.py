@@ -82,13 +82,12 @@ class Arena:
         self._there = bytearray()
         self.held_bytes = 0
 
-    def acquire(self, nbytes: int, room: int) -> Lent | None:
-        """Lend a range.
+    def acquire(self, nbytes: int, size: int, room: int) -> Lent | None:
+        """Lend a range of `size` bytes, whole pages, for `nbytes`.
 
         Memory that is idle is taken first. Where more is needed than the `room` bytes by which
         `held_bytes` may grow, idle memory elsewhere goes back to the system. None without enough.
         """
-        size = round_up(nbytes, PAGE_BYTES)
         fresh, begin = min(self._places(size), default=(0, None))
         if begin is None:
             return None
@@ -112,13 +111,10 @@ class Arena:
 
     def give_up(self, nbytes: int) -> None:
         """Give back so many bytes of idle memory, highest addresses first."""
-        for first, after in reversed(self._idle_blocks()):
-            for block in range(after - 1, first - 1, -1):
-                if nbytes <= 0:
-                    return
-                if self._there[block]:
-                    self._give_back(block)
-                    nbytes -= BLOCK_BYTES
+        for blocks in reversed(self._idle_blocks()):
+            while nbytes > 0 and (block := self._there.rfind(1, *blocks)) >= 0:
+                self._give_back(block)
+                nbytes -= BLOCK_BYTES
 
     def _places(self, size: int) -> list[tuple[int, int]]:
         """Where a range may begin, each with the bytes of memory that would be fresh."""
@@ -135,10 +131,8 @@ class Arena:
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
     def _idle_blocks(self) -> list[tuple[int, int]]:
-        """Blocks of which nothing is lent, as ranges of numbers."""
-        most = len(self._there)
-        ranges = ((-(-low // BLOCK_BYTES), high // BLOCK_BYTES) for low, high in self._free)
-        return [(first, min(after, most)) for first, after in ranges if first < min(after, most)]
+        """Blocks of which nothing is lent, as ranges of numbers, some of them empty."""
+        return [(-(-low // BLOCK_BYTES), high // BLOCK_BYTES) for low, high in self._free]
 
     def _give_back(self, block: int) -> None:
         self._there[block] = 0
@@ -159,11 +153,9 @@ class PinnedSlabs:
         self._slab_bytes = round_up(size, PAGE_BYTES)
         self._slabs: list[tuple[HostBuffer, FreeRanges]] = []
         self.held_bytes = 0
-        self.lent_bytes = 0
 
-    def acquire(self, nbytes: int, room: int) -> Lent | None:
+    def acquire(self, nbytes: int, size: int, room: int) -> Lent | None:
         """Lend the smallest free range that fits, else a part of a new slab within `room`."""
-        size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         fitting = (
             (end - begin, number, begin)
             for number, (_, free) in enumerate(self._slabs)
@@ -181,13 +173,11 @@ class PinnedSlabs:
         else:
             return None
         free.take(begin, size)
-        self.lent_bytes += size
-        loan = slab.acquire(nbytes, begin)
-        return Lent(*loan, size, partial(self._take_back, free, begin, size))
+        return Lent(*slab.acquire(nbytes, begin), size, partial(free.take_back, begin, size))
 
-    def _take_back(self, free: FreeRanges, begin: int, nbytes: int) -> None:
-        free.take_back(begin, nbytes)
-        self.lent_bytes -= nbytes
+    def idle_bytes(self) -> int:
+        """Memory of slabs that is not lent."""
+        return sum(end - begin for _, free in self._slabs for begin, end in free)
 
     def give_up(self, nbytes: int) -> None:
         """Unmap idle slabs until so many bytes are free, as far as possible."""

@@ -96,7 +96,7 @@ class IdleLimit:
         # Of each pass: the peak of what was needed, and its largest growth between two
         # measurements until backward acquires buffers.
         self.passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
-        self._most = self._need = self._growth = self._latest = 0
+        self._need = self._growth = self._latest = 0
         self._in_forward = False
         self._look_at = 0.0
         #: Bytes by which idle memory may raise the memory of the process.
@@ -121,7 +121,6 @@ class IdleLimit:
             return False
         if not self._in_forward:
             self.passes.append((self._need, self._growth))
-            self._most = max(need for need, _ in self.passes)
             self._need = self._growth = self._latest = 0
             self._in_forward = True
         self._look_at = 0.0
@@ -138,7 +137,7 @@ class IdleLimit:
             return 0
         need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = max(self._most, self._need) + self.may_exceed
+        limit = max(self._need, *(peak for peak, _ in self.passes)) + self.may_exceed
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires

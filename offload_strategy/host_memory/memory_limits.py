@@ -41,12 +41,10 @@ def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
         for place in (folder, *folder.parents):
             if not place.is_relative_to(base):
                 break
-            try:
+            with suppress(OSError):
                 text = (place / file).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
-                limits.append(int(text))
+                if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
+                    limits.append(int(text))
     return min(limits, default=None)
 
 

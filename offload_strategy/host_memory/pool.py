@@ -212,10 +212,11 @@ class BufferPool:
         self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
     ) -> Lent | None:
         """Return a part of what is there; idle memory goes where the budget is short."""
-        lent = parts.acquire(nbytes, self.budget - self._held)
+        lent = parts.acquire(nbytes, size, self.budget - self._held)
         if lent is None:
             self._trim(self.budget - size, self._idle_at_most)
-            lent = parts.acquire(nbytes, size if beyond_budget else self.budget - self._held)
+            room = size if beyond_budget else self.budget - self._held
+            lent = parts.acquire(nbytes, size, room)
         return lent
 
     def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
@@ -256,8 +257,7 @@ class BufferPool:
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
         """Unmap idle memory until both limits hold: buffers, then the arena, then slabs."""
-        slabs = self._slabs
-        idle = self._held - self._lent - (slabs.held_bytes - slabs.lent_bytes)
+        idle = self._held - self._lent - self._slabs.idle_bytes()
         if self._held <= held_at_most and idle <= idle_at_most:
             return
         in_arena = 0 if self._arena is None else self._arena.idle_bytes()
@@ -272,7 +272,7 @@ class BufferPool:
                 del self._idle[size]
         if self._arena is not None:
             self._arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
-        slabs.give_up(self._held - held_at_most)
+        self._slabs.give_up(self._held - held_at_most)
 
     def _idle_buffers_bytes(self) -> int:
         return sum(size * len(buffers) for size, buffers in self._idle.items())

@@ -116,8 +116,6 @@ class CopyEngine:
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
-        if not self.asynchronous:
-            return
         with self._lock:
             while self._loads and self._loads[0][0].query():
                 self._loads.popleft()
@@ -140,8 +138,6 @@ class CopyEngine:
 
     def wait_for_oldest(self) -> bool:
         """Wait for a copy that keeps a host buffer; return False if there is none."""
-        if not self.asynchronous:
-            return False
         with self._lock:
             events = [event for event, _, _ in self._loads] + [c.done for c in self._copies_out()]
         waiting = next((event for event in events if not event.query()), None)

@@ -49,24 +49,23 @@ def failed(entry: Entry, move: Move) -> OffloadError:
     tiers = " and ".join(sorted({repr(stripe.queue.tier) for stripe in entry.stripes}))
     paths = _paths(stripe.queue for stripe in entry.stripes)
     what = f"{move.direction.value} {format_size(entry.nbytes)} of {entry.client} at {paths}"
-    error: OffloadError
+    kind: type[OffloadError] = StorageError
+    advice = ". Check the disk and the system's log; training cannot go on with this path."
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        error = TierFullError(
-            f"tier {tiers}: could not {what}: {why}. Others have filled the disk (or the quota) "
-            f"since the start: free some space, and set tiers[].capacity to what is yours."
+        kind = TierFullError
+        advice = (
+            ". Others have filled the disk (or the quota) since the start: free some space, and "
+            "set tiers[].capacity to what is yours."
         )
     elif isinstance(cause, torch.OutOfMemoryError):
-        error = StorageError(
-            f"tier {tiers}: could not {what}, because the device is out of memory: {why}. The path "
-            f"is not at fault: offload more (activations.budget), or train with a smaller batch."
+        what += ", because the device is out of memory"
+        advice = (
+            ". The path is not at fault: offload more (activations.budget), or train with a "
+            "smaller batch."
         )
     elif type(cause) is OffloadError:  # no host memory: its message says what to do
-        error = StorageError(f"tier {tiers}: could not {what}: {why}")
-    else:
-        error = StorageError(
-            f"tier {tiers}: could not {what}: {why}. Check the disk and the system's log; "
-            f"training cannot go on with this path."
-        )
+        advice = ""
+    error = kind(f"tier {tiers}: could not {what}: {why}{advice}")
     error.__cause__ = cause
     return error
 

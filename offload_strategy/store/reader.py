@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from timeit import default_timer as perf_counter
 
@@ -14,10 +13,9 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
-from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.store.ticket_registry import StorePart
+from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.accelerator import current_stream
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
@@ -26,14 +24,8 @@ from offload_strategy.units import MiB
 _TOGETHER = 4 * MiB
 
 
-@dataclass(eq=False)
-class Reader:
+class Reader(StorePart):
     """Loads stored tickets, and waits for them."""
-
-    registry: TicketRegistry
-    allocator: BufferAllocator
-    copies: CopyEngines
-    recorder: Recorder
 
     def payload(self, entry: Entry) -> torch.Tensor:
         """Return the bytes, loaded if necessary; raise StorageError if that failed."""
@@ -144,8 +136,8 @@ class Reader:
                 return engine.incoming(nbytes)
             pinned = engine.asynchronous
         if priority is Priority.NEEDED_NOW:
-            return self.allocator.allocate_now(nbytes, pinned=pinned)
-        return self.allocator.pool.acquire(nbytes, pinned=pinned)
+            return self.allocate_now(nbytes, pinned=pinned)
+        return self.pool.acquire(nbytes, pinned=pinned)
 
     def _ended(self, entry: Entry, memory: torch.Tensor, move: Move) -> None:
         payload = None
@@ -154,7 +146,7 @@ class Reader:
             try:
                 payload = self._as_payload(entry, memory)
             except BaseException as error:  # for example, if the device is out of memory
-                move.fail(error)
+                move.error, move.state = error, MoveState.FAILED
         with self.registry.lock:
             self.registry.moving.discard(entry)
             entry.move = None
@@ -174,7 +166,7 @@ class Reader:
                 stripe.queue.region.check_unchanged()
         payload = memory[entry.begin :]
         if entry.begin % ALIGNMENT_BYTES and entry.device.type == "cpu":
-            return self.allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
+            return self.allocate_now(entry.nbytes, pinned=False).copy_(payload)
         if entry.begin and entry.device.type == "cpu":
             return with_own_storage(payload)
         return payload

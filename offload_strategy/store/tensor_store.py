@@ -18,7 +18,7 @@ from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
-from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
+from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
@@ -37,10 +37,8 @@ class TensorStore:
         self.copies = CopyEngines()
         self.recorder = recorder
         self._registry = TicketRegistry()
-        self._allocator = BufferAllocator(pool, self._registry, self.copies, recorder)
-        parts = (self._registry, self._allocator, self.copies, recorder)
-        self._writer = Writer(*parts, write_behind)
-        self._reader = Reader(*parts)
+        common = (pool, self._registry, self.copies, recorder)
+        self._writer, self._reader = Writer(*common, write_behind), Reader(*common)
         self._returned_bytes = 0
 
     @property
@@ -156,7 +154,7 @@ class TensorStore:
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._allocator.allocate_waiting(client, nbytes, pinned=False)
+        return self._writer.allocate_waiting(client, nbytes, pinned=False)
 
     # ------------------------------------------------------------------ reading
     def prefetch(self, ticket: Ticket) -> bool:

@@ -132,7 +132,7 @@ class TicketRegistry:
                 self._tickets.pop(entry.reference, None)
                 entry.reference = 0  # the number may be reused
             if move is not None:
-                self._cancel(move)
+                move.cancel()
 
     def pause(self) -> None:
         """Let writes end."""
@@ -141,8 +141,7 @@ class TicketRegistry:
 
     def release_written(self) -> None:
         """Free the memory of written tickets: I/O threads would take the time of computations."""
-        if self._written_payloads:
-            self._written_payloads.clear()
+        self._written_payloads.clear()
 
     def free_dropped(self) -> None:
         """Free the entries of dropped tickets if the lock is free; otherwise its holder will."""
@@ -155,7 +154,7 @@ class TicketRegistry:
                 finally:
                     self.lock.release()
                 for move in filter(None, doomed):
-                    self._cancel(move)
+                    move.cancel()
 
     def forget(self, entry: Entry) -> None:
         """Release the space of a freed entry without a transfer in flight; with the lock held."""
@@ -175,19 +174,15 @@ class TicketRegistry:
         entry.state = TicketState.FREED
         entry.payload = entry.staged = None
         self._copies.pop(entry, None)
-        if entry.move is not None:
-            return entry.move  # the end of the transfer releases it
+        if entry.move is not None:  # the end of the transfer releases it
+            return entry.move if os.getpid() == self.pid else None
         self.forget(entry)
         return None
 
-    def _cancel(self, move: Move) -> None:
-        if os.getpid() == self.pid:
-            move.cancel()
-
 
 @dataclass(eq=False)
-class BufferAllocator:
-    """Allocates host buffers for tickets, if necessary by dropping prefetched copies."""
+class StorePart:
+    """What reads or writes tickets; allocates host buffers, if necessary by dropping copies."""
 
     pool: BufferPool
     registry: TicketRegistry
@@ -198,7 +193,10 @@ class BufferAllocator:
     def allocate_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return a buffer at once, within the budget if possible."""
         buffer = self._reclaimed(nbytes, pinned=pinned)
-        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+        if buffer is None:
+            buffer = self.pool.acquire(nbytes, pinned=pinned, beyond_budget=True)
+            assert buffer is not None
+        return buffer
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return a buffer once writes or copies free one; without any, exceed the budget."""
@@ -210,7 +208,7 @@ class BufferAllocator:
                 break
             time.sleep(POLL_SECONDS)
         self.recorder.stalled(client, begin)
-        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+        return self.allocate_now(nbytes, pinned=pinned) if buffer is None else buffer
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         self.registry.release_written()
@@ -218,9 +216,4 @@ class BufferAllocator:
             with self.registry.lock:
                 if not self.registry.drop_copy():
                     return None
-        return buffer
-
-    def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        buffer = self.pool.acquire(nbytes, pinned=pinned, beyond_budget=True)
-        assert buffer is not None
         return buffer

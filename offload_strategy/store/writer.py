@@ -13,11 +13,10 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
-from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
+from offload_strategy.store.ticket_registry import StorePart
 from offload_strategy.store.tiers import MemoryTier, PathTier
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, KiB, round_up
 
 #: For smaller payloads a copy costs less than another page on the disk.
@@ -25,13 +24,9 @@ _WORTH_BYTES = 64 * KiB
 
 
 @dataclass(eq=False)
-class Writer:
+class Writer(StorePart):
     """Places new tickets on tiers and starts their writes."""
 
-    registry: TicketRegistry
-    allocator: BufferAllocator
-    copies: CopyEngines
-    recorder: Recorder
     write_behind: int
     failure: OffloadError | None = None
 
@@ -92,10 +87,9 @@ class Writer:
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
                 self.registry.free(entry)
-            for entry in entries[begun:]:
-                if entry.tier is not None:
-                    with self.registry.lock:
-                        entry.tier.release(entry)
+            with self.registry.lock:
+                for entry in entries[begun:]:
+                    self.registry.forget(entry)
             raise
         return entries
 
@@ -138,7 +132,7 @@ class Writer:
         engine = self.copies[entries[0].device]
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
-        buffer = self.allocator.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
+        buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
         hosts: Sequence[torch.Tensor] = [buffer]
         if len(sizes) > 1:
             parts = zip(buffer.split(sizes), sizes, entries, strict=True)

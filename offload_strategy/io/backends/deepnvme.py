@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class DeepNvmeBackend(PosixBackend):
         """Finish what was submitted, end the threads and free the locked memory."""
         super().close()
         while self._idle_handles:
-            self._idle_handles.pop().release()
+            self._idle_handles.pop().close()
 
 
 class _Handle:
@@ -143,7 +143,7 @@ class _Handle:
         if memory is not target and not write:
             target.copy_(memory)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Free the locked memory."""
         self._aio.free_cpu_locked_tensor(self._locked)
 
@@ -184,14 +184,11 @@ def _write_first(aio: Any) -> None:
     It calls Python from within `std::call_once`: a second thread that got there meanwhile would
     wait forever while it holds the interpreter lock.
     """
-    handle = _Handle(aio, PAGE_BYTES)
-    try:
+    with closing(_Handle(aio, PAGE_BYTES)) as handle:
         page = mmap.mmap(-1, PAGE_BYTES)
         # An error is fine, for instance if the file system does not support direct I/O.
         with tempfile.TemporaryFile() as file, suppress(OSError):
             handle.move(file.fileno(), memoryview(page), 0, write=True)
-    finally:
-        handle.release()
 
 
 def _build() -> Any:

@@ -98,10 +98,8 @@ class KvikioBackend(PosixBackend):
     def close(self) -> None:
         """Finish what was submitted, end the threads and close the files."""
         super().close()
-        with self._lock:
-            files, self._files = list(self._files.values()), {}
-        for file in files:
-            file.close()
+        while self._files:
+            self._files.popitem()[1].close()
 
     def _file(self, fd: int) -> Any:
         """Return the file behind a descriptor, registered with cuFile once."""

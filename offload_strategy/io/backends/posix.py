@@ -175,9 +175,9 @@ class _CachedBlocks(threading.local):
         """Start the write-out of a block, and drop an earlier one."""
         if is_buffered(fd):
             self._blocks.append((fd, offset, nbytes))
-            _drop_from_cache(fd, offset, nbytes)
+            drop_from_cache(fd, offset, nbytes)
             while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
-                _drop_from_cache(*self._blocks.popleft())
+                drop_from_cache(*self._blocks.popleft())
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
@@ -187,18 +187,16 @@ def view_of(address: int, nbytes: int) -> memoryview:
 
 def is_buffered(fd: int) -> bool:
     """Whether I/O on a file goes through the page cache and the kernel takes advice about it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    try:
-        return not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
-    except OSError:
-        return False  # the transfer itself reports the error
+    with contextlib.suppress(OSError):  # the transfer itself reports the error
+        return hasattr(os, "posix_fadvise") and not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
+    return False
 
 
-def _drop_from_cache(fd: int, offset: int, nbytes: int) -> None:
+def drop_from_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Advise the kernel that nobody needs the cached pages of a range, or of a whole file."""
     # For dirty pages the call starts the write-out; clean pages leave the page cache. If the file
     # was closed and its descriptor reused, another file loses a few cached pages, nothing more.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no advice there
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 

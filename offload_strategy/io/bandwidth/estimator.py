@@ -26,11 +26,6 @@ class Transferred(NamedTuple):
     nbytes: float = 0
     seconds: float = 0.0
 
-    @property
-    def rate(self) -> float | None:
-        """Bytes per second, or None while nothing is known."""
-        return self.nbytes / self.seconds if self.seconds > 0 else None
-
 
 class BandwidthEstimator:
     """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
@@ -107,7 +102,8 @@ class BandwidthEstimator:
 
     def rate(self, direction: Direction) -> float | None:
         """Current bytes per second of a direction, or None while nothing is known."""
-        return self._recent[direction].rate
+        nbytes, seconds = self._recent[direction]
+        return nbytes / seconds if seconds > 0 else None
 
     def round_trip(self) -> float | None:
         """Bytes per second for bytes that are written once and read once, or None if unknown."""

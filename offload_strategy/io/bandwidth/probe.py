@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from queue import Empty, SimpleQueue
 from timeit import default_timer as perf_counter
@@ -13,6 +14,7 @@ import torch
 
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import HostBuffer
+from offload_strategy.io.backends.posix import drop_from_cache
 from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
@@ -58,20 +60,19 @@ def probe(
     the share that is done, 0 to 1; if it raises, the probe ends with its error. Raises StorageError
     if the path is too full, fails, or does not answer for a minute.
     """
-    run = _Measurement(region, backend, nbytes)
-    reach, rates = run.extent.nbytes, dict[Direction, MeasuredRate]()
+    rates: dict[Direction, MeasuredRate] = {}
 
     def progress(share: float) -> None:
         on_progress((len(rates) + share) / len(Direction))
 
-    try:
+    with closing(_Measurement(region, backend, nbytes)) as run:
+        reach = run.extent.nbytes
         for direction in (Direction.WRITE, Direction.READ):
+            # What was never written reads as zeros without touching the disk: read no further.
             nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
             rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
-            # What was never written reads as zeros without touching the disk: read no further.
-            run.drop_cached()
-    finally:
-        run.finish()
+            if not region.direct:  # reads are to reach the disk
+                drop_from_cache(region.fd, *run.extent)
     return rates
 
 
@@ -86,15 +87,12 @@ def write_latencies(
 ) -> list[float]:
     """Return how long each of at most so many writes took, one at a time, for `seconds`."""
     latencies: list[float] = []
-    run = _Measurement(region, backend, 64 * nbytes, slot_bytes=nbytes)
-    try:
+    with closing(_Measurement(region, backend, 64 * nbytes, slot_bytes=nbytes)) as run:
         places, started, spent = run.extent.nbytes // nbytes, _clock(), 0.0
         while not latencies or (len(latencies) < most and spent < seconds):
             latencies.append(run.write_once(len(latencies) % places * nbytes, nbytes))
             spent = _clock() - started
             on_progress(min(1.0, spent / seconds))
-    finally:
-        run.finish()
     return latencies
 
 
@@ -179,12 +177,7 @@ class _Measurement:
         _, finished = self._next()
         return (finished if self._region.direct else self._sync()) - started
 
-    def drop_cached(self) -> None:
-        """Drop a buffered file from the page cache, so that reads reach the disk."""
-        if not self._region.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._region.fd, *self.extent, os.POSIX_FADV_DONTNEED)
-
-    def finish(self) -> None:
+    def close(self) -> None:
         """Cancel what is queued, wait for what is in flight, and free the extent."""
         interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
         deadline = perf_counter() + (_INTERRUPTED_SECONDS if interrupted else STALLED_SECONDS)

@@ -134,11 +134,6 @@ class Move:
             for queue, part in self._parts:
                 queue.cancel(part)
 
-    def fail(self, error: BaseException) -> None:
-        """Turn an ended move into a failed one, for an `on_end` that fails."""
-        self.error = error
-        self.state = MoveState.FAILED
-
     def unfinished_paths(self) -> str:
         """The paths that it still waits for."""
         return " and ".join(str(queue.path) for queue, part in self._parts if not part.is_over)
@@ -150,10 +145,10 @@ class Move:
             failed_first = part.state is MoveState.FAILED and self.error is None
             if failed_first:
                 self.error = part.error
-        if failed_first and not last:
-            self.cancel()  # the other parts are of no use alone
         if last:
             self._end()
+        elif failed_first:
+            self.cancel()  # the other parts are of no use alone
 
     def _end(self) -> None:
         if self.error is not None:

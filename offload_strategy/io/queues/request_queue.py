@@ -103,21 +103,16 @@ class RequestQueue:
         called for each, and tells whether it may. Returns all in the order of their offsets.
         """
         parts = [first]
-        low, high = first.offset, _end(first)
         while len(parts) < most and _can_join(first):
             part = self.head()
             if part is None or part.priority is not first.priority or part.nbytes > room:
                 break
             if part.state is not MoveState.QUEUED or not _can_join(part):
                 break
-            if (high != part.offset and low != _end(part)) or not begin(part):
+            follows, precedes = part.offset == _end(parts[-1]), _end(part) == parts[0].offset
+            if not (follows or precedes) or not begin(part):
                 break
-            if high == part.offset:
-                parts.append(part)
-                high = _end(part)
-            else:
-                parts.insert(0, part)
-                low = part.offset
+            parts.insert(len(parts) if follows else 0, part)
             room -= part.nbytes
         return parts
 

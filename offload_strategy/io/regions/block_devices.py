@@ -35,10 +35,9 @@ _READ_ONLY = (
 
 def is_block_device(path: Path) -> bool:
     """Whether a path names a block device, directly or by a symbolic link."""
-    try:
+    with contextlib.suppress(OSError):
         return stat.S_ISBLK(path.stat().st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def discard(fd: int, begin: int, nbytes: int) -> None:
@@ -128,10 +127,9 @@ def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | Non
 
 def _query(fd: int, request: int) -> int:
     """Return the result of an ioctl that yields an int; 0 if the device does not support it."""
-    try:
+    with contextlib.suppress(OSError):
         return int.from_bytes(fcntl.ioctl(fd, request, bytes(4)), sys.byteorder, signed=True)
-    except OSError:
-        return 0
+    return 0
 
 
 def _open_error(path: Path, error: OSError) -> str:

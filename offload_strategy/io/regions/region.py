@@ -67,13 +67,13 @@ class ExtentAllocator:
         """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         large_enough = ((begin, end) for begin, end in self._free if end - begin >= size)
-        fitting = list(islice(large_enough, 1 if size >= LARGE_BYTES else _RANGES_TRIED))
-        if not fitting:
+        tried = islice(large_enough, 1 if size >= LARGE_BYTES else _RANGES_TRIED)
+        # What reaches the end was never used, or all behind it is free again: it comes last.
+        ranked = ((end == self._end, end - begin, begin) for begin, end in tried)
+        best = min(ranked, default=None)
+        if best is None:
             return None
-        start = fitting[0][0]
-        if len(fitting) > 1:
-            # What reaches the end was never used, or all behind it is free again: it comes last.
-            start = min((end == self._end, end - begin, begin) for begin, end in fitting)[2]
+        start = best[2]
         self._free.take(start, size)
         self.used_bytes += size
         self._allocated[start] = size

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import secrets
 from pathlib import Path
 
-from offload_strategy.io.backends.posix import is_buffered, read_all, write_all
+from offload_strategy.io.backends.posix import drop_from_cache, is_buffered, read_all, write_all
 from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Without direct I/O, a `PageFile` waits for the write-out after this many bytes.
@@ -100,5 +99,4 @@ class PageFile:
         self._dirty_bytes = 0
         if self._buffered:
             os.fdatasync(self._fd)
-            with contextlib.suppress(OSError):  # advice only
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_from_cache(self._fd)
