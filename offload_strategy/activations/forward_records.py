@@ -151,7 +151,9 @@ class Trace:
         self.held, self.held_at = 0.0, [0.0] * len(saved)
         self.uses = [
             (number, start + seconds, waited)
-            for (number, _, _), (seconds, waited) in zip(self.uses, used, strict=True)
+            for (number, _, _), (seconds, waited) in zip(
+                self.uses, used, strict=False
+            )  # Ctrl-C leaves one
         ]
         self.on_device, self.device_times = False, None
         return True

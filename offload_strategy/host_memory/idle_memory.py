@@ -17,6 +17,7 @@ what autograd saved is gone.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from io import FileIO
 from timeit import default_timer as perf_counter
 
 from offload_strategy.host_memory.c_allocator import freed_memory
-from offload_strategy.units import PAGE_BYTES, GiB
+from offload_strategy.units import GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
@@ -54,7 +55,7 @@ def resident_bytes(figures: FileIO | None = None) -> int | None:
         if figures is None:
             with _open_figures() as figures:
                 return resident_bytes(figures)
-        return int(os.pread(figures.fileno(), 128, 0).split()[1]) * PAGE_BYTES
+        return int(os.pread(figures.fileno(), 128, 0).split()[1]) * mmap.PAGESIZE
     except (AttributeError, OSError, ValueError, IndexError):  # AttributeError: without os.pread
         return None
 

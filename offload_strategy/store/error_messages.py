@@ -63,7 +63,7 @@ def failed(entry: Entry, move: Move) -> OffloadError:
             ". The path is not at fault: offload more (activations.budget), or train with a "
             "smaller batch."
         )
-    elif type(cause) is OffloadError:  # no host memory: its message says what to do
+    elif isinstance(cause, OffloadError):  # such as no host memory: its message says what to do
         advice = ""
     error = kind(f"tier {tiers}: could not {what}: {why}{advice}")
     error.__cause__ = cause

@@ -6,7 +6,8 @@ import heapq
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -98,6 +99,8 @@ class Quota:
 
     capacity: int
     used_bytes: int = 0
+    #: Tiers of several clients may have the same paths.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class PathTier(Tier):
@@ -174,15 +177,16 @@ class PathTier(Tier):
             self._free(stripes)
 
     def _claim_on(self, queue: PathQueue, begin: int, nbytes: int, lead: int) -> Stripe | None:
-        quota = self._quotas.get(queue)
-        if quota is not None and quota.used_bytes + nbytes > quota.capacity:
-            return None
         assert isinstance(queue.region, Region)
-        extent = queue.region.allocate(nbytes)
-        if extent is None:
-            return None
-        if quota is not None:
-            quota.used_bytes += extent.nbytes
+        quota = self._quotas.get(queue)
+        with nullcontext() if quota is None else quota.lock:
+            if quota is not None and quota.used_bytes + nbytes > quota.capacity:
+                return None
+            extent = queue.region.allocate(nbytes)
+            if extent is None:
+                return None
+            if quota is not None:
+                quota.used_bytes += extent.nbytes
         self._live[queue] += nbytes
         digests = None
         if queue.checksum is not None:
@@ -196,7 +200,8 @@ class PathTier(Tier):
             stripe.queue.region.free(stripe.extent)
             self._live[stripe.queue] -= stripe.nbytes
             if (quota := self._quotas.get(stripe.queue)) is not None:
-                quota.used_bytes -= stripe.extent.nbytes
+                with quota.lock:
+                    quota.used_bytes -= stripe.extent.nbytes
 
 
 def _weights(queues: Sequence[PathQueue]) -> list[float]:

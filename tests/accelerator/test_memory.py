@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.backends import posix
+from offload_strategy.io.backends import kvikio, posix  # noqa: F401 - before posix is replaced
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.accelerator.support import (
     BATCH,

@@ -139,7 +139,8 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
     def same(mine: Any, theirs: Any) -> bool:
         if not isinstance(mine, torch.Tensor):
-            return type(mine) not in (int, float) or mine == theirs or mine != mine
+            both_nan = mine != mine and theirs != theirs
+            return type(mine) not in (int, float) or mine == theirs or both_nan
         return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and torch.equal(
             *(each.reshape(-1).view(torch.uint8) for each in (mine, theirs))
         )
