@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from offload_strategy.errors import ConfigError
+from offload_strategy.errors import ConfigError, OffloadError, StorageError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.store import shared_tickets
 from offload_strategy.store.shared_tickets import SharedFiles
@@ -236,6 +236,27 @@ def one_is_late(rank, directory, what):
 @pytest.mark.parametrize("what", ["writes", "replaces"])
 def test_a_rank_that_is_late_is_waited_for(tmp_path, what):
     run_ranks("tests.distributed.test_shared_weights:one_is_late", tmp_path, what=what)
+
+
+def one_cannot_write(rank, directory):
+    """Where one rank cannot store its weights, all ranks raise in the same step."""
+
+    def share(files, ticket):
+        raise StorageError("the disk is gone")
+
+    words = "the disk is gone" if rank == 1 else "another rank could not store new weights"
+    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
+        sections(directory, "commit")
+    ) as engine:  # fmt: skip
+        if rank == 1:
+            patch.setattr(SharedFiles, "share", share)
+        with pytest.raises(OffloadError, match=words) as raised:
+            train(rank, engine, steps=range(1))
+        assert any("Go on from the last checkpoint" in note for note in raised.value.__notes__)
+
+
+def test_all_ranks_raise_if_one_cannot_store_its_weights(tmp_path):
+    run_ranks("tests.distributed.test_shared_weights:one_cannot_write", tmp_path)
 
 
 def changed_by_hand(rank, directory):
