@@ -66,8 +66,6 @@ class Setting:
         config["parameters"] = {"min_size": 1}
         for what, section in _CLIENTS.items():
             config[section]["enabled"] = self.what in (what, "all")
-        if self.ranks == 2:  # `DistributedDataParallel` cannot have streamed weights
-            config["parameters"]["enabled"] = False
         return config
 
 
