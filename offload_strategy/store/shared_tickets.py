@@ -64,8 +64,8 @@ class SharedFile(ExternalFile):
 
     def __init__(self, identity: FileIdentity) -> None:
         super().__init__(Path(f"/proc/{identity.process}/fd/{identity.descriptor}"), identity.tier)
-        self.path, status = Path(identity.path), os.fstat(self.fd)
-        if (status.st_dev, status.st_ino) != (identity.device, identity.inode):
+        self.path = Path(identity.path)
+        if (self._status.st_dev, self._status.st_ino) != (identity.device, identity.inode):
             self.close()
             raise ConfigError(f"process {identity.process} has closed its file in {self.path}")
 

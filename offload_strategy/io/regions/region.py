@@ -278,15 +278,16 @@ class ExternalFile:
     """
 
     def __init__(self, path: Path, tier: str) -> None:
-        self.path, self.tier = path, tier
+        self.path, self.tier, self.fd = path, tier, -1
         try:
             try:
                 self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             except OSError:
                 self.fd = os.open(path, os.O_RDONLY)
+            self._status = os.fstat(self.fd)
         except OSError as error:
+            self.close()
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-        self._status = os.fstat(self.fd)
         self.nbytes = self._status.st_size
 
     def cover(self, offset: int, nbytes: int) -> tuple[Extent, int]:
@@ -312,4 +313,5 @@ class ExternalFile:
         """Close the file. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # nothing was written
+                os.close(fd)
