@@ -1,5 +1,7 @@
 """Processes that share a path: who holds its lock, and queues whose reads need it."""
 
+import errno
+import fcntl
 import os
 import select
 import signal
@@ -97,6 +99,24 @@ def acquire_in_background(lock):
     acquired = threading.Event()
     threading.Thread(target=lambda: (lock.acquire(), acquired.set()), daemon=True).start()
     return acquired
+
+
+def test_a_lock_that_cannot_be_released_is_given_up(disk, monkeypatch):
+    flock = fcntl.flock
+
+    def cannot_release(fd, operation):
+        if operation == fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, "no locks are available")
+        flock(fd, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path_lock_module.fcntl, "flock", cannot_release)
+        broken = PathLock(disk)
+        assert not broken.works
+    other = os.open(disk, os.O_RDONLY)
+    flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+    os.close(other)
+    broken.close()
 
 
 def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_dies(

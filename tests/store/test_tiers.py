@@ -1,6 +1,7 @@
 """Paths as one tier, room in a host tier, whole pages, writes under way, and foreign files."""
 
 import ctypes
+import errno
 import os
 from concurrent.futures import wait
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_strategy.errors import StorageError, TierFullError
+from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile
@@ -337,6 +338,21 @@ def test_a_range_of_a_foreign_file_is_read_and_never_written(rig, foreign, shard
     taken.zero_()
     assert shard.read_bytes()[begin : begin + nbytes] == expected.numpy().tobytes()
     assert store.live_tickets == 0
+
+
+def test_a_foreign_file_that_fails_leaves_no_descriptor(shard, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "the disk fails")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="the disk fails"):
+        patch.setattr(os, "fstat", fails)
+        ExternalFile(shard, "shards")
+    file, close = ExternalFile(shard, "shards"), os.close
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", lambda fd: (close(fd), fails()))
+        file.close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_foreign_file_that_is_too_short_or_was_cut_meanwhile_is_an_error(rig, foreign, shard):

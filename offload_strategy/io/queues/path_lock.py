@@ -117,6 +117,7 @@ class PathLock:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         except OSError:
+            self._close_file()  # it may be held, and not be released in another way
             return False
         return True
 
