@@ -345,9 +345,10 @@ def test_a_foreign_file_that_fails_leaves_no_descriptor(shard, monkeypatch):
         raise OSError(errno.EIO, "the disk fails")
 
     before = os.listdir("/proc/self/fd")
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="the disk fails"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fails)
-        ExternalFile(shard, "shards")
+        with pytest.raises(ConfigError, match="the disk fails"):
+            ExternalFile(shard, "shards")
     file, close = ExternalFile(shard, "shards"), os.close
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", lambda fd: (close(fd), fails()))
