@@ -118,8 +118,10 @@ def check(
     """Fail unless a run is a plain one to the last bit, and these clients have moved bytes."""
     assert different(plain, ours) == [], case
     for client in ("activations", "optimizer", "parameters"):
-        written = ours["metrics"].get(f"offload/{client}/written_bytes", 0) > 0
-        assert written is (client in moved), (case, client)
+        # On a busy machine bytes may be needed again before they are written.
+        left = [f"offload/{client}/{verb}_bytes" for verb in ("written", "forwarded")]
+        has_left = any(ours["metrics"].get(key, 0) > 0 for key in left)
+        assert has_left is (client in moved), (case, client)
 
 
 def same(one: Any, two: Any) -> bool:
