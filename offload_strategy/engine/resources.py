@@ -78,8 +78,8 @@ class Resources:
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []
         self.clients: dict[Client, list[Tier]] = {}
-        #: Paths where files with optimizer states may be; none if what is there is encrypted.
         self._is_encrypted = config.io.encryption
+        #: Paths where files with optimizer states may be; none if what is there is encrypted.
         readable = [] if self._is_encrypted else wanted.get("optimizer", [])
         self.state_paths = [path for tier in readable for path in tier.paths]
         self._quotas: dict[PathQueue, Quota] = {}

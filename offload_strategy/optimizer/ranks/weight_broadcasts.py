@@ -120,12 +120,14 @@ class StepBroadcasts:
         shared: dict[int, tuple[torch.Tensor, int]] = {}
         to_send: deque[tuple[list[ParameterSlice], int]] = deque()
         for subgroup in self._upcoming:
-            slices = [each for each in subgroup.slices if id(each.parameter) in self._sent]
-            to_send += [(slices, subgroup.owner)] if slices else []
-            others = (
-                each.parameter for each in subgroup.slices if id(each.parameter) not in self._sent
-            )
-            shared.update((id(parameter), (parameter, subgroup.owner)) for parameter in others)
+            slices = []
+            for each in subgroup.slices:
+                if id(each.parameter) in self._sent:
+                    slices.append(each)
+                else:
+                    shared[id(each.parameter)] = (each.parameter, subgroup.owner)
+            if slices:
+                to_send.append((slices, subgroup.owner))
         self._upcoming.clear()
         self._send(self.dp_group, to_send)
         if self._sharing is not None and shared:
