@@ -1,7 +1,7 @@
 """Sizes and counts, as text and as numbers."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_strategy.units import (
@@ -53,11 +53,13 @@ def test_what_is_no_size_is_refused_and_the_message_says_what_is(words):
             parse_size(value)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**60))
 def test_an_exact_size_reads_back_as_the_same_number(size):
     assert parse_size(exact_size(size)) == size
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**50))
 def test_a_size_for_people_is_within_five_percent(size):
     assert parse_size(format_size(size)) == pytest.approx(size, rel=0.05, abs=0.5)
@@ -83,6 +85,7 @@ def test_what_is_no_number_of_parameters_is_refused(value):
         parse_count(value)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**50), st.sampled_from([1, 64, PAGE_BYTES, 2 * MiB]))
 def test_rounding_up_gives_the_next_multiple(size, multiple):
     rounded = round_up(size, multiple)

@@ -33,6 +33,10 @@ class WeightResidency(Protocol):
         """Prefetch weights."""
         return
 
+    def set_held(self, parameter: torch.Tensor, held: bool) -> None:
+        """Do not offload a weight, once it is in memory, as long as it is held."""
+        return
+
     def content(self, parameter: torch.Tensor) -> object | None:
         """Return what stands for a weight's values while they stay the same, or None."""
         return None

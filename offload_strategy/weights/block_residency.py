@@ -171,6 +171,12 @@ class BlockResidency:
                     self._calls.may_have_readers = True
                     self._make_room(self._most)
 
+    def set_held(self, parameter: torch.Tensor, held: bool) -> None:
+        """Do not offload a streamed weight, once it is in memory, as long as it is held."""
+        with self._lock:
+            if (weight := self._weights.get(parameter)) is not None:
+                weight.held = held
+
     def content(self, parameter: torch.Tensor) -> object | None:
         """Return what stands for the values of a streamed weight; None if it tells nothing.
 

@@ -49,6 +49,8 @@ class StreamedWeight:
         self._unguarded = 0
         #: Whether it must stay until the step ends, because autograd may have saved it.
         self.pinned = False
+        #: Whether it must stay because some of its slices are updated, and others are not.
+        self.held = False
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
         #: Whether other processes may read the ticket; then `BlockResidency` frees it.
@@ -191,7 +193,7 @@ class StreamedWeight:
     def can_be_offloaded(self) -> bool:
         """Whether nobody else holds the resident bytes."""
         parameter = self.live_parameter()
-        if self.users or self.pinned:
+        if self.users or self.pinned or self.held:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
@@ -109,6 +109,7 @@ def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
 rates = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(1, 2 * GiB), rates=rates, alive=st.lists(st.integers(0, 4 * GiB)))
 def test_every_byte_is_dealt_once(nbytes, rates, alive):
     parts = deal(nbytes, (alive + [0] * 6)[: len(rates)], rates)
@@ -118,6 +119,7 @@ def test_every_byte_is_dealt_once(nbytes, rates, alive):
 
 
 @pytest.mark.parametrize("nbytes", [64 * MiB, STRIPE_BYTES - 1])
+@settings(deadline=None)
 @given(rates=rates, tickets=st.integers(1, 100))
 def test_what_is_alive_is_in_proportion_to_bandwidth_and_small_tickets_stay_whole(
     nbytes, rates, tickets
@@ -127,7 +129,8 @@ def test_what_is_alive_is_in_proportion_to_bandwidth_and_small_tickets_stay_whol
         parts = deal(nbytes, alive, rates)
         alive = [before + part for before, part in zip(alive, parts, strict=True)]
         assert nbytes >= STRIPE_BYTES or max(parts) == nbytes
-    tolerance = 2 * STRIPE_UNIT if nbytes >= STRIPE_BYTES else len(rates) * nbytes
+    # Every other path may have a unit, or a ticket, more than its share.
+    tolerance = max(2, len(rates)) * (STRIPE_UNIT if nbytes >= STRIPE_BYTES else nbytes)
     for nbytes_alive, rate in zip(alive, rates, strict=True):
         assert abs(nbytes_alive - sum(alive) * rate / sum(rates)) <= tolerance
 

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from offload_strategy import OffloadEngine, StorageError
 from offload_strategy.store.ticket import TicketState
+from offload_strategy.units import round_up
 from offload_strategy.weights import block_residency
 from offload_strategy.weights.guarded_parameter import GuardedParameter
+from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.training import assert_same_bits, bits, gradients, in_turn, moved, on_disk, weights
@@ -102,6 +105,25 @@ def test_a_step_that_commits_neither_reads_nor_writes_streamed_weights(engine):
     assert moved(engine, "parameters", "read") == before[0]
     assert moved(engine, "parameters") - before[1] <= model.scale.nbytes
     assert nearly_all_left(model)
+
+
+@pytest.mark.parametrize(("overlap", "parameters"), [("eager", {"blocks_in_flight": 1})])
+def test_a_weight_that_is_updated_in_slices_is_written_once(disk, sections):
+    """One slice is in a subgroup with a bias of the block before, whose gradient comes later."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    sections["optimizer"] = {**sections["optimizer"], "subgroup_size": 2500}
+    written = []
+    with streaming(disk, **sections) as engine:
+        optimizer = engine.attach(model, adamw(model))
+        for _ in range(3):
+            model(noise(4, 64)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            on_disk(engine)
+            written.append(moved(engine, "parameters"))
+        assert not [w.name for w in engine._stream._weights.values() if w.held]
+    pages = sum(round_up(parameter.nbytes, 4096) for parameter in model.parameters())
+    assert 0 < written[2] - written[1] <= pages
 
 
 @compared()

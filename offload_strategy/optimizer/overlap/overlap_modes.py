@@ -26,6 +26,7 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
@@ -240,6 +241,9 @@ class EagerUpdates(BackwardOverlap):
         super().__init__(updater, is_last)
         #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
         self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
+        # Parameters of which some slices are updated. If streamed, they are written once, when all
+        # slices have been: gradients of the other parameters of a subgroup may come much later.
+        self._begun: set[torch.Tensor] = set()
         #: Whether a backward has updated weights and no step() has followed.
         self._unstepped = False
 
@@ -256,8 +260,16 @@ class EagerUpdates(BackwardOverlap):
         ready = sorted(subgroup.ready)
         gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
+        self._hold_begun([subgroup.slices[index] for index in ready])
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
+
+    def _hold_begun(self, slices: Sequence[ParameterSlice]) -> None:
+        """Hold the weights, about to be updated, of which slices are left; release the others."""
+        for parameter in {each.parameter for each in slices if each.rows is not None}:
+            begun = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
+            (self._begun.add if begun else self._begun.discard)(parameter)
+            self._updater.weights.residency.set_held(parameter, begun)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit."""
@@ -290,4 +302,6 @@ class EagerUpdates(BackwardOverlap):
 
     def _drop_all(self) -> None:
         self._gradients.clear()
+        while self._begun:
+            self._updater.weights.residency.set_held(self._begun.pop(), False)
         super()._drop_all()
