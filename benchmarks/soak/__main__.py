@@ -1,6 +1,6 @@
 """Hours of training with random models, configurations and faults.
 
-    python -m benchmarks.soak --hours 2 [--seed S] [--json FILE] [--directory DIR]
+    python -m benchmarks.soak --hours 2 [--seed S] [--json FILE] [--directory DIR] [--maps DIR]
     python -m benchmarks.soak --only-seed 17       # repeat one run
     python -m benchmarks.soak --json FILE [--plot PLOT.svg] [--table] [--copy FILE]
 
@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="print the results of --json")
     parser.add_argument("--copy", type=Path, help="write these results, slopes computed again")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument(
+        "--maps", help="keep the memory map of the long process at each sample here"
+    )
     parser.add_argument("--only-seed", type=int, help="repeat one run")
     parser.add_argument("--hostility", choices=sorted(HOSTILITIES), help="of --only-seed")
     options = parser.parse_args(arguments)
@@ -91,7 +94,7 @@ def _soak(options: argparse.Namespace) -> dict[str, object]:
         }
         results = Results(about, began, lines)
         processes = Processes(Path(place))
-        long = _Long(Path(place), lines, until, results)
+        long = _Long(Path(place), lines, until, results, options.maps)
         try:
             written, seed = 0.0, options.seed
             while time.time() < until:
@@ -117,8 +120,10 @@ def _soak(options: argparse.Namespace) -> dict[str, object]:
 class _Long:
     """The process of `long`, which is started again if it ends or hangs."""
 
-    def __init__(self, place: Path, lines: Path, until: float, results: Results) -> None:
-        self._options = {"directory": str(place), "file": str(lines), "until": until}
+    def __init__(
+        self, place: Path, lines: Path, until: float, results: Results, maps: str | None
+    ) -> None:
+        self._options = {"directory": str(place), "file": str(lines), "until": until, "maps": maps}
         self._lines, self._until, self._results = lines, until, results
         self._log = lines.with_suffix(".log")
         self._process = self._started()

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def main() -> None:
     # limited; with a low limit it is reached within the warm-up.
     recorder._KEPT_RECORDS = KEPT_RECORDS
     with tempfile.TemporaryDirectory(prefix="soak-long-", dir=options["directory"]) as place:
-        process = _LongProcess(Path(place), Path(options["file"]))
+        maps = Path(options["maps"]) if options["maps"] else None
+        process = _LongProcess(Path(place), Path(options["file"]), maps)
         while time.time() < options["until"] and os.getppid() == parent:
             process.turn()
         process.end()
@@ -95,8 +97,8 @@ def main() -> None:
 class _LongProcess:
     """The training and what is beside it."""
 
-    def __init__(self, place: Path, file: Path) -> None:
-        self._place, self._file = place, file
+    def __init__(self, place: Path, file: Path, maps: Path | None) -> None:
+        self._place, self._file, self._maps = place, file, maps
         self._tier, self._folder = place / "tier", place / "checkpoints"
         for each in (self._tier, self._folder):
             each.mkdir(mode=0o700)
@@ -175,6 +177,8 @@ class _LongProcess:
         unnamed = _unnamed_bytes()
         named = sum(p.lstat().st_blocks * 512 for p in self._place.rglob("*") if p.is_file())
         used = engine.metrics()["offload/tier/disk/used_bytes"]
+        if self._maps is not None:
+            self._keep_map(self._maps / f"{time.time():.0f}", engine.metrics())
         mib = 2.0**20
         values = (
             self._process.memory_info().rss / mib,
@@ -189,6 +193,12 @@ class _LongProcess:
             1e3 * statistics.median(self._cpu),
         )
         return dict(zip(SERIES, values, strict=True))
+
+    def _keep_map(self, file: Path, metrics: Mapping[str, float]) -> None:
+        """Keep what is in memory where, to be compared over a step of the series."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = {name: value for name, value in metrics.items() if name.endswith("bytes")}
+        file.write_text(Path("/proc/self/smaps").read_text() + json.dumps(held) + "\n")
 
     def _write(self, line: dict[str, Any]) -> None:
         with open(self._file, "a") as file:
