@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="print the results of --json")
     parser.add_argument("--copy", type=Path, help="write these results, slopes computed again")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument(
-        "--maps", help="keep the memory map of the long process at each sample here"
-    )
+    parser.add_argument("--maps", help="keep the long process's memory maps here")
     parser.add_argument("--only-seed", type=int, help="repeat one run")
     parser.add_argument("--hostility", choices=sorted(HOSTILITIES), help="of --only-seed")
     options = parser.parse_args(arguments)
