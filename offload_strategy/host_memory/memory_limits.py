@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
 from offload_strategy.torch_support import accelerator
 
+#: Lines of ``memory.stat`` of cgroups of version 1 and 2 that tell what cannot be reclaimed.
+_OCCUPIED_V1, _OCCUPIED_V2 = ("total_rss ", "total_shmem "), ("anon ", "shmem ")
 
-def available_bytes() -> int:
-    """Bytes that could be had now: of the machine's memory, and of what the cgroup allows."""
-    available = int(psutil.virtual_memory().available)
-    limit = memory_cgroup_limit()
-    if limit is None:
-        return available
-    return max(0, min(available, limit - int(psutil.Process().memory_info().rss)))
+
+class _MemoryCgroup(NamedTuple):
+    limit: int
+    folder: Path
+    occupied: tuple[str, ...]
+
+    def occupied_bytes(self) -> int:
+        """Bytes of all its processes, those of its children among them; 0 if nothing tells."""
+        with suppress(OSError, ValueError, IndexError):
+            lines = (self.folder / "memory.stat").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith(self.occupied))
+        return 0
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that could be had now: of the machine's memory, and of what the cgroups allow."""
+    own = int(psutil.Process().memory_info().rss)
+    available = [int(psutil.virtual_memory().available)]
+    for cgroup in _memory_cgroups(root):
+        available.append(cgroup.limit - max(own, cgroup.occupied_bytes()))
+    return max(0, min(available))
 
 
 def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
     """Bytes that the memory cgroups of this process allow, or None if they are unlimited."""
+    return min((cgroup.limit for cgroup in _memory_cgroups(root)), default=None)
+
+
+def _memory_cgroups(root: Path) -> Iterator[_MemoryCgroup]:
+    """The memory cgroups of this process that have a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    limits = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            base, file = root / "sys/fs/cgroup", "memory.max"
+            base, file, occupied = root / "sys/fs/cgroup", "memory.max", _OCCUPIED_V2
         elif "memory" in controllers.split(","):
             base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            occupied = _OCCUPIED_V1
         else:
             continue
         folder = base / path.lstrip("/")
@@ -44,8 +67,7 @@ def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
             with suppress(OSError):
                 text = (place / file).read_text().strip()
                 if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
-                    limits.append(int(text))
-    return min(limits, default=None)
+                    yield _MemoryCgroup(int(text), place, occupied)
 
 
 class PeakMeter:

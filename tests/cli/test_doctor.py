@@ -7,8 +7,10 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.cli.path_checks import check_devices, check_file_system, check_path
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem
-from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
+from offload_strategy.host_memory import memory_limits
+from offload_strategy.host_memory.memory_limits import available_bytes, memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
 
@@ -180,6 +183,32 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp_path):
     files = limits if cgroup is None else {"proc/self/cgroup": cgroup, **limits}
     assert memory_cgroup_limit(tree(tmp_path, files)) == least
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limit", "statistics"),
+    [
+        ("0::/a", f"{V2}/a/memory.max", "file 7\nanon 30000000000\nshmem 1000000000\nanon_thp 5"),
+        (
+            "4:memory:/a",
+            f"{V1}/a/memory.limit_in_bytes",
+            "rss 9\nshmem 9\ntotal_cache 8\ntotal_rss 30000000000\ntotal_shmem 1000000000",
+        ),
+    ],
+)
+def test_what_other_processes_of_the_cgroup_have_is_not_available(
+    cgroup, limit, statistics, tmp_path, monkeypatch
+):
+    memory = SimpleNamespace(available=50_000_000_000)
+    monkeypatch.setattr(memory_limits.psutil, "virtual_memory", lambda: memory)
+    files = {"proc/self/cgroup": cgroup, limit: "40000000000"}
+    own = psutil.Process().memory_info().rss
+    root = tree(tmp_path, files)
+    assert 40_000_000_000 - 2 * own < available_bytes(root) < 40_000_000_000 - own // 2
+    tree(tmp_path, {f"{limit.rpartition('/')[0]}/memory.stat": statistics})
+    assert available_bytes(root) == 9_000_000_000
+    memory.available = 5
+    assert available_bytes(root) == 5
 
 
 def test_huge_pages_that_are_off_are_worth_a_warning(tmp_path):
