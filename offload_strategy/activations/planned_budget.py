@@ -73,7 +73,7 @@ class MemoryLimit:
     `profile_passes` come before the first plan; `meter` must be set before the first pass. If the
     engine decides what leaves, `upcoming_bytes` returns what training will need besides what is in
     use and what is saved; `steps`, how often optimizers have stepped. `name` is that of the setting
-    in the config.
+    in the config. So many `processes` share what is free of the machine's memory.
     """
 
     nbytes: int | None
@@ -83,6 +83,7 @@ class MemoryLimit:
     upcoming_bytes: Callable[[], int] | None = None
     steps: Callable[[], int] = lambda: 0
     name: str = "planning.device_memory"
+    processes: int = 1
 
     def measure(self, parameter: torch.Tensor) -> None:
         """Measure the memory of a parameter's device, unless one is measured already."""
@@ -97,7 +98,9 @@ class MemoryLimit:
     def limit_bytes(self) -> int:
         """Return the limit, which is what is free now if none was given."""
         assert self.meter is not None
-        return int(_FREE_SHARE * self.meter.total_bytes()) if self.nbytes is None else self.nbytes
+        if self.nbytes is not None:
+            return self.nbytes
+        return int(_FREE_SHARE * self.meter.total_bytes(self.processes))
 
     @classmethod
     def configured(cls, section: PlanningConfig) -> MemoryLimit | None:

@@ -86,6 +86,7 @@ class OffloadEngine(EngineReports):
         self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
         self._registry = ParameterRegistry()
         self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
+        self._choice.limit.processes = processes
         self._is_block = is_block
         self._stream = None
         self._activations = None

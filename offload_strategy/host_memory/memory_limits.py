@@ -124,8 +124,8 @@ class PeakMeter:
             return accelerator.allocated_bytes(self._device)
         return int(psutil.Process().memory_info().rss)
 
-    def total_bytes(self) -> int:
-        """Bytes that this process can have in all."""
+    def total_bytes(self, processes: int) -> int:
+        """Bytes that this process can have in all, one of so many on the machine."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.available_bytes(self._device)
-        return available_bytes() + self.used_bytes()
+        return available_bytes() // processes + self.used_bytes()

@@ -12,9 +12,10 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime import lifetime_plan as plans
-from offload_strategy.units import MiB
+from offload_strategy.units import GiB, MiB
 from tests.activations.support import noise
 from tests.training import assert_same_history, gradients, settings
 
@@ -50,7 +51,7 @@ class Training:
     def reset_peak(self):
         self.peak = self.used_bytes()
 
-    def total_bytes(self):
+    def total_bytes(self, processes):
         return 4 * self.others
 
     def change(self, nbytes):
@@ -400,7 +401,17 @@ def test_the_meter_sees_what_was_and_forgets_it(tmp_path, monkeypatch):
     del block
     meter.reset_peak()
     assert meter.peak_bytes() < before + 128 * MiB
-    assert 0 < meter.used_bytes() <= meter.peak_bytes() < meter.total_bytes()
+    assert 0 < meter.used_bytes() <= meter.peak_bytes() < meter.total_bytes(1)
     monkeypatch.setattr(meter, "_proc", tmp_path / "nowhere")
     meter.reset_peak()
     assert abs(meter.peak_bytes() - meter.used_bytes()) < 8 * MiB, "what there is now"
+
+
+def test_the_processes_of_a_machine_share_what_is_free(disk, monkeypatch):
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 40 * GiB)
+    limits = []
+    for processes in (1, 4):
+        with OffloadEngine(settings(disk), processes=processes) as engine:
+            engine._choice.limit.measure(torch.empty(0))
+            limits.append(engine._choice.limit.limit_bytes())
+    assert limits[0] - limits[1] == pytest.approx(0.95 * 30 * GiB, abs=64 * MiB)
