@@ -77,7 +77,7 @@ def run(engine):
             assert got == gradients_of(twin, step), f"step {step} differs from plain PyTorch"
         optimizer.step()
         if step % 10 == 9:
-            loads += sum(move.direction == Direction.READ for move in engine._recorder.moves)
+            loads += sum(move.direction == Direction.READ for move in tuple(engine._recorder.moves))
             # The records of moves fill for a thousand steps before the oldest are dropped.
             engine._recorder.moves.clear()
             engine._recorder.stalls.clear()
