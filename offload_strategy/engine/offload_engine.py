@@ -273,7 +273,8 @@ class OffloadEngine(EngineReports):
         moved = sent["activations", "written"] + sent["activations", "forwarded"]
         moved += self._optimizers.state_bytes
         on_device = has_memory_statistics(self._device)
-        free = free_bytes(self._device) if on_device else available_bytes()
+        each = self._choice.limit.processes
+        free = free_bytes(self._device) if on_device else available_bytes() // each
         if 0 < moved * _FREE_MEMORY_FACTOR <= free:
             logger.info(
                 "offload is not needed here: the %s that it moves would fit into the %s of memory "
