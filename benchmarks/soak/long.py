@@ -176,9 +176,10 @@ class _LongProcess:
         ctypes.CDLL(None).malloc_trim(0)
         unnamed = _unnamed_bytes()
         named = sum(p.lstat().st_blocks * 512 for p in self._place.rglob("*") if p.is_file())
-        used = engine.metrics()["offload/tier/disk/used_bytes"]
+        metrics = engine.metrics()
+        used = metrics["offload/tier/disk/used_bytes"]
         if self._maps is not None:
-            self._keep_map(self._maps / f"{time.time():.0f}", engine.metrics())
+            self._keep_map(self._maps / f"{time.time():.0f}", metrics)
         mib = 2.0**20
         values = (
             self._process.memory_info().rss / mib,
