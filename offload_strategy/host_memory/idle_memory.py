@@ -111,6 +111,11 @@ class IdleLimit:
         with suppress(OSError):
             self._figures = _open_figures()
 
+    @property
+    def needed_bytes(self) -> int:
+        """The most that the process needed without idle memory, in one of the last passes."""
+        return max([self._need, *(peak for peak, _ in self.passes)])
+
     def close(self) -> None:
         """Close the file of measurements: the system tells no memory any more."""
         if self._figures is not None:
@@ -138,7 +143,7 @@ class IdleLimit:
             return 0
         need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = max(self._need, *(peak for peak, _ in self.passes)) + self.may_exceed
+        limit = self.needed_bytes + self.may_exceed
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
