@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from offload_strategy.host_memory import idle_memory as idle
+from offload_strategy.host_memory import pool
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import MiB
 from tests.host_memory.test_pool import acquire
@@ -117,6 +118,15 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch):
         held.append(process.held())
     assert peaks[1] <= peaks[0] + 24 * MiB
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
+
+
+def test_a_share_of_what_the_process_needs_may_be_idle(process, monkeypatch):
+    monkeypatch.setattr(pool, "IDLE_BYTES", 8 * MiB)
+    process.one_pass(forward=20 * MiB, backward=300 * MiB)
+    assert 180 * MiB <= process.held() <= process.peak / 4
+    process.pool.keep_idle(16 * MiB)
+    process.one_pass(forward=20 * MiB, backward=300 * MiB)
+    assert process.held() <= 16 * MiB, "a limit that was set holds"
 
 
 def test_told_twice_it_is_one_pass(process):
