@@ -2,10 +2,12 @@
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _ROOT = Path(__file__).parents[2]
+#: On this signal a rank prints the stacks of its threads.
+_TELL = signal.SIGUSR1
 _servers: list[subprocess.Popen[str]] = []
 _numbers = itertools.count()
 
@@ -54,11 +60,11 @@ def run_ranks(
         raise
     assert reply, f"the server of ranks ended with status {server.wait()}"
     codes = json.loads(reply)
-    outputs = [_shortened((directory / f"output-{rank}").read_text()) for rank in range(size)]
-    assert codes == [0] * size, "\n".join(
-        f"--- rank {rank}, exit status {code}\n{output}"
-        for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
-    )
+    if codes != [0] * size:
+        # Ranks may have started others, which write to folders of their own.
+        said = {file: file.read_text() for file in sorted(directory.rglob("output-*"))}
+        told = [f"--- {file.relative_to(directory)}\n{_shortened(said[file])}" for file in said]
+        raise AssertionError("\n".join([f"exit statuses {codes}", *told]))
     return [json.loads((directory / f"result-{rank}").read_text()) for rank in range(size)]
 
 
@@ -103,6 +109,7 @@ def _main() -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
+    faulthandler.register(_TELL, all_threads=True)
     for line in sys.stdin:
         request = json.loads(line)
         module, _, function = request["where"].partition(":")
@@ -143,14 +150,21 @@ def _be_rank(rank: int, request: dict[str, Any], work: Any) -> None:
 
 
 def _wait(ranks: dict[int, int], seconds: float) -> list[int]:
-    """Exit statuses by rank; when one fails, the others have two seconds more."""
+    """Exit statuses by rank; when one fails, the others have two seconds more.
+
+    What hangs prints where each of its threads is, and so do the processes that it has started.
+    """
     deadline = time.monotonic() + seconds
     codes: dict[int, int] = {}
     while len(codes) < len(ranks):
         if time.monotonic() > deadline:
-            for process in ranks:
-                if ranks[process] not in codes:
-                    os.kill(process, signal.SIGKILL)
+            left = psutil.Process().children(recursive=True)
+            for number in (_TELL, signal.SIGKILL):
+                for each in left:
+                    with contextlib.suppress(psutil.Error):
+                        each.send_signal(number)
+                time.sleep(0.5)
+            deadline = math.inf
         process, status = os.waitpid(-1, os.WNOHANG)
         if process in ranks:
             codes[ranks[process]] = os.waitstatus_to_exitcode(status)
