@@ -1,7 +1,8 @@
 """A rank that dies takes the job down: in time, with a message that names it, and with no file.
 
-A rank is killed in the middle of "backward" or "step", or has an "error" of its own in an update.
-torchrun may start the ranks again.
+A rank is killed in the middle of "backward" or "step", or has an "error" of its own in an update;
+or gloo loses the messages that are sent at the moment when it is killed. torchrun may start the
+ranks again.
 """
 
 import json
@@ -18,12 +19,24 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine, load, save
+from offload_strategy.optimizer.ranks import data_parallel_group as ranks
 from tests.distributed.loops import Net, config, different, loss_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import train as data_parallel
 
 RANKS = 3
 VICTIM = 2
+
+
+class Lost:
+    """A collective whose message was lost, and which never ends."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self, timeout=None):
+        time.sleep(1800 if timeout is None else timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
 
 
 def train(rank, how, tier, notes):
@@ -34,11 +47,18 @@ def train(rank, how, tier, notes):
     trained = 0
 
     def end(moment):
-        if rank == VICTIM and trained == 2 and moment == ("step" if how == "error" else how):
+        if (rank, trained, moment) == (VICTIM, 2, "backward" if how == "backward" else "step"):
             (notes / "died").write_text(str(time.time()))
             if how == "error":
                 raise OSError("an update failed")
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def broadcast(*arguments):
+        return Lost() if trained == 2 else begin(*arguments)
+
+    if how == "lost" and rank != VICTIM:
+        begin, ranks.DataParallelGroup.broadcast = ranks.DataParallelGroup.broadcast, broadcast
+        ranks._PATIENCE_SECONDS = 1.0
 
     class Adam(torch.optim.AdamW):
         def step(self, closure=None):
@@ -149,7 +169,7 @@ def train_and_compare(tier, notes):
 
 # ---------------------------------------------------------------------- what came of it
 def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gone(tmp_path, disk):
-    ways = ["backward", "step", "error"]
+    ways = ["backward", "step", "error", "lost"]
     where = "tests.distributed.test_deaths:by_themselves"
     (found,) = run_ranks(where, tmp_path, size=1, group=False, tier=str(disk), ways=ways)
     for how in ways:

@@ -5,15 +5,29 @@ After the reduction every rank could compute the same update, so each subgroup's
 on one rank, its owner: N ranks read and write each state once, not N times (ZeRO stage 1). The
 owner sends the new weights to the others. Owners are assigned in the order in which subgroups are
 planned, which is the same on all ranks, so no communication is needed.
+
+[Note: collectives that never end]
+After an error this process sends nothing more, and other ranks wait for it; it, in turn, may have
+begun to receive what they will not send. Gloo cannot cancel a collective, and when the process ends
+it waits for each until the group's timeout (half an hour): the launcher sees no process that has
+ended, and the others no connection that is closed. So the process gets some seconds for what it has
+to do at its end, and is then ended. Gloo may also lose a message whose connection is closed at the
+moment when it is sent (torch 2.13): nobody tells the sender, who would wait as long. So a wait ends
+some time after a rank of this machine has ended.
 """
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import gc
+import math
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from timeit import default_timer as perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +42,13 @@ from offload_strategy.torch_support.dtensors import fsdp_groups, is_sharded
 
 #: How long ranks wait for each other to begin what all of them have to do.
 _BARRIER_TIMEOUT = timedelta(seconds=300)
+#: How often to see whether all ranks are there, and how long to wait from when one is not: one that
+#: has done all of its part may end before the others have.
+_LOOK_EVERY, _PATIENCE_SECONDS = timedelta(seconds=1), 15.0
+#: For whatever else happens when a process ends, as writing logs.
+_GRACE_SECONDS = 5.0
+
+_pending: list[dist.Work] = []
 
 
 class DataParallelGroup:
@@ -59,7 +80,9 @@ class DataParallelGroup:
         """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
         self._ranks()
         flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        self.wait(
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        )
         return [bool(flag) for flag in flags.tolist()]
 
     @contextmanager
@@ -86,6 +109,21 @@ class DataParallelGroup:
         work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
         assert work is not None
         return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective, but not for ever: see [Note: collectives that never end].
+
+        Raises an OffloadError if it does not end after a rank of this machine has ended.
+        """
+        if self._directory is not None and dist.get_backend(self.process_group) == "gloo":
+            until = math.inf
+            while not _ends_soon(work):
+                if until == math.inf and self._directory.ended():
+                    until = perf_counter() + _PATIENCE_SECONDS
+                elif perf_counter() > until:
+                    allow_forced_exit([work])
+                    raise OffloadError("a collective of gloo does not end: a peer has ended.")
+        work.wait()
 
     def gather(self, value: Any) -> list[Any]:
         """The small objects of all ranks, by rank, on each of them."""
@@ -161,6 +199,28 @@ class GroupRegistry:
             if not wanted.isdisjoint(map(id, module.parameters())):
                 return DataParallelGroup(module, shards_states=self._shards_states)
         return None
+
+
+def _ends_soon(work: dist.Work) -> bool:
+    """Whether a collective has ended, or has failed, after some time."""
+    with suppress(RuntimeError):  # of the time, or why it failed
+        work.wait(_LOOK_EVERY)
+    return bool(work.is_completed())
+
+
+def allow_forced_exit(works: Iterable[dist.Work]) -> None:
+    """End this process in time although collectives do not end, after an error."""
+    if not _pending:
+        atexit.register(_end_in_time)
+    _pending.extend(work for work in works if not work.is_completed())
+
+
+def _end_in_time() -> None:
+    if all(work.is_completed() for work in _pending):
+        return
+    # A thread that needs no interpreter: what waits may be the last of its clearing up.
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True, file=nowhere)
 
 
 def world_size() -> int:

@@ -214,14 +214,14 @@ class RankShards:
             yield from self._updater.values(subgroup)
         elif owner == group.rank:
             for values in self._updater.values(subgroup):
-                group.broadcast(values.contiguous(), owner).wait()
+                group.wait(group.broadcast(values.contiguous(), owner))
                 yield values
         else:
             device = subgroup.slices[0].parameter.device
             for stored in metadata.stored:
                 segment = stored.segment
                 values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
-                group.broadcast(values, owner).wait()
+                group.wait(group.broadcast(values, owner))
                 yield values
 
 

@@ -1,18 +1,7 @@
-"""New weights go from the rank that updates them to the other ranks.
-
-[Note: forced exit with pending collectives]
-After an error this process sends nothing more, and other ranks wait for it; it, in turn, may have
-begun to receive what they will not send. Gloo cannot cancel a collective, and when the process ends
-it waits for each until the group's timeout (half an hour): the launcher sees no process that has
-ended, and the others no connection that is closed. So the process gets some seconds for what it has
-to do at its end, and is then ended.
-"""
+"""New weights go from the rank that updates them to the other ranks."""
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import os
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
@@ -20,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
+from offload_strategy.optimizer.ranks.data_parallel_group import (
+    DataParallelGroup,
+    allow_forced_exit,
+)
 from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
 from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
@@ -29,10 +21,6 @@ from offload_strategy.units import KiB
 
 #: Smaller weights are packed: a message costs as much as sending so many bytes.
 _PACKED_BYTES = 256 * KiB
-#: For whatever else happens when a process ends, as writing logs.
-_GRACE_SECONDS = 5.0
-
-_pending: list[dist.Work] = []
 
 
 class WeightBroadcast:
@@ -44,6 +32,7 @@ class WeightBroadcast:
     def __init__(
         self, dp_group: DataParallelGroup, weights: Sequence[torch.Tensor], owner: int
     ) -> None:
+        self._dp_group = dp_group
         self._receives = owner != dp_group.rank
         self._weights = [weight.detach() for weight in weights]
         self._small: list[torch.Tensor] = []
@@ -61,7 +50,7 @@ class WeightBroadcast:
     def wait(self) -> None:
         """Wait until the weights have arrived."""
         for work in self.works:
-            work.wait()
+            self._dp_group.wait(work)
         if not self._receives:
             return
         values = self._packed.split([weight.numel() for weight in self._small])
@@ -155,16 +144,5 @@ class StepBroadcasts:
             del values
 
     def allow_forced_exit(self) -> None:
-        """After an error: see [Note: forced exit with pending collectives]."""
-        if not _pending:
-            atexit.register(_end_in_time)
-        works = [work for broadcast in self._begun for work in broadcast.works]
-        _pending.extend(work for work in works if not work.is_completed())
-
-
-def _end_in_time() -> None:
-    if all(work.is_completed() for work in _pending):
-        return
-    # A thread that needs no interpreter: what waits may be the last of its clearing up.
-    nowhere = open(os.devnull, "w")  # noqa: SIM115
-    faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True, file=nowhere)
+        """After an error: see [Note: collectives that never end]."""
+        allow_forced_exit(work for broadcast in self._begun for work in broadcast.works)
