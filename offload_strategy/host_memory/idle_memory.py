@@ -98,6 +98,8 @@ class IdleLimit:
         # measurements until backward acquires buffers.
         self.passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
         self._need = self._growth = self._latest = 0
+        # The largest peak of these passes; it is asked for at every buffer.
+        self._most_before = 0
         self._in_forward = False
         self._look_at = 0.0
         #: Bytes by which idle memory may raise the memory of the process.
@@ -114,7 +116,7 @@ class IdleLimit:
     @property
     def needed_bytes(self) -> int:
         """The most that the process needed without idle memory, in one of the last passes."""
-        return max([self._need, *(peak for peak, _ in self.passes)])
+        return max(self._need, self._most_before)
 
     def close(self) -> None:
         """Close the file of measurements: the system tells no memory any more."""
@@ -127,6 +129,7 @@ class IdleLimit:
             return False
         if not self._in_forward:
             self.passes.append((self._need, self._growth))
+            self._most_before = max(peak for peak, _ in self.passes)
             self._need = self._growth = self._latest = 0
             self._in_forward = True
         self._look_at = 0.0

@@ -62,8 +62,10 @@ def run_ranks(
     codes = json.loads(reply)
     if codes != [0] * size:
         # Ranks may have started others, which write to folders of their own.
-        said = {file: file.read_text() for file in sorted(directory.rglob("output-*"))}
-        told = [f"--- {file.relative_to(directory)}\n{_shortened(said[file])}" for file in said]
+        told = [
+            f"--- {file.relative_to(directory)}\n{_shortened(file.read_text())}"
+            for file in sorted(directory.rglob("output-*"))
+        ]
         raise AssertionError("\n".join([f"exit statuses {codes}", *told]))
     return [json.loads((directory / f"result-{rank}").read_text()) for rank in range(size)]
 
