@@ -69,11 +69,20 @@ class Run:
         return not (self.options.quick or self.options.device == device.SIMULATED)
 
     def race(self, chosen: list[Contest], seconds: float) -> Found:
-        """Contests in the size of this run."""
+        """Contests in the size of this run, and those that were asked for."""
+        chosen = self._asked_for(chosen)
         if self.options.brief:
             chosen = [replace(contest, names=contest.names[:2]) for contest in chosen[:1]]
         steps = 2 if self.options.brief else 4 if self.options.quick else 20
         return contests.run(chosen, self.worker, seconds, steps=steps, judged=self.judged)
+
+    def _asked_for(self, chosen: list[Contest]) -> list[Contest]:
+        titles, names = self.options.contests, self.options.contenders
+        chosen = [one for one in chosen if any(word in one.title for word in titles)]
+        for number, contest in enumerate(chosen):
+            asked = [n for n in contest.names if n == who.PLAIN or any(word in n for word in names)]
+            chosen[number] = replace(contest, names=asked)
+        return chosen
 
 
 def main() -> int:
@@ -118,6 +127,8 @@ def _options() -> argparse.Namespace:
     add("--only", nargs="+", choices=SHARES, default=list(SHARES))
     add("--quick", action="store_true", help="tiny models; figures mean little")
     add("--brief", action="store_true", help="quick, and one of everything")
+    add("--contests", nargs="+", default=[""], help="only those with a word of these in the title")
+    add("--contenders", nargs="+", default=[""], help="likewise, beside plain training")
     add("--tests", nargs="+", default=programs.TESTS, help="files and folders of the first part")
     add("--device", default=None if found is None else found.type, help="type, or sim")
     options = parser.parse_args()
