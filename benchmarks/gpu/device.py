@@ -80,9 +80,13 @@ def release_memory() -> int:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """Two runs compute the same bits; some kernels are slower."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def repeatable(*, strict: bool = False) -> Iterator[None]:
+    """Two runs compute the same bits; some kernels are slower.
+
+    Unless it is `strict`, operations that have no such kernel are allowed, and attention has the
+    kernels that it always has.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     # Else every new tensor is filled first, buffers on the host as well.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

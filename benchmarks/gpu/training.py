@@ -57,7 +57,7 @@ def train(options: Mapping[str, Any]) -> dict[str, Any]:
 def _train(trainer: Trainer, job: Job, kind: str, deadline: Deadline, most: int) -> dict[str, Any]:
     numbers = iter(range(1 << 30))
     exact: list[dict[str, Any]] = []
-    with device.repeatable():
+    with device.repeatable(strict=True):
         while len(exact) < _EXACT_STEPS:
             exact.append(step(trainer, job, kind, next(numbers), bits=True))
             if deadline.left < 0:

@@ -7,7 +7,8 @@ Three rules, of which each sees what the others cannot:
   unused (as learned): what backward needs first, above all.
 - *A path that is behind gets no more.* Items are kept while more than a share of a step's bytes
   waits to be written. Waiting a little buys a lot of memory where the path keeps pace on average:
-  forward may wait for `ALLOWANCE` of a step's time.
+  forward may wait for `ALLOWANCE` of a step's time. On the way from a device to host memory items
+  are kept while as much is to be copied as the device may have before it waits for the copies.
 - *What backward had to wait for was too much.* Next time less may leave, by what the path reads in
   the time that was lost: all of that if the pass before waited too; the first time may be chance
   (another process, a disk that paused), so that most stays allowed. Later more again, ever sooner.
@@ -132,19 +133,23 @@ class AutomaticBudget(Budget):
             self._expected_backlog = self._expected_at = 0.0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
-        if writes.has_room_in_memory(nbytes):
+        in_memory = writes.has_room_in_memory(nbytes)
+        if in_memory and not trace.on_device:
             return True
         backlog: float = writes.store.writing_bytes
-        if trace.on_device:
-            if saved_after is None:  # the first passes move what they can, and are timed
-                return True
-            backlog = self._backlog_at(saved_after)
         write, read = writes.rate(write=True), writes.rate(write=False)
+        room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
+        if trace.on_device:
+            copies = writes.copy_rate()
+            if saved_after is None or copies is None:
+                return True  # the first passes move what they can, and are timed
+            if in_memory:  # what is not copied yet is in the device's memory
+                write, read, room = copies, copies, writes.copy_window() - nbytes
+            backlog = self._backlog_at(saved_after, min(copies, write or 0.0))
         if idle is not None and write and read:
             round_trip = (backlog + nbytes) / write + nbytes / read
             if idle < min(_SOON * self._step_seconds, round_trip):
                 return False
-        room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
         if backlog <= room:
             self._expected_backlog += nbytes
             return True
@@ -158,9 +163,8 @@ class AutomaticBudget(Budget):
             trace.held += waited
         return writes.store.writing_bytes <= room
 
-    def _backlog_at(self, saved_after: float) -> float:
-        """Return the bytes that will wait to be written when the device, later, saves an item."""
-        rate = self._writes.rate(write=True) or 0.0
+    def _backlog_at(self, saved_after: float, rate: float) -> float:
+        """Return the bytes that will wait to leave when the device, later, saves an item."""
         written = rate * max(0.0, saved_after - self._expected_at)
         self._expected_backlog = max(0.0, self._expected_backlog - written)
         self._expected_at = saved_after

@@ -9,7 +9,7 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
 
@@ -29,7 +29,10 @@ class DeviceTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._saved: list[torch.Event] = []
+        #: Each save, and the number of holds before it.
+        self._saved: list[tuple[torch.Event, int]] = []
+        #: Begin and end of each time in which forward was held until copies to the host were over.
+        self._holds: list[tuple[torch.Event, torch.Event]] = []
         #: Each first use, and the number of waits before it.
         self._used: list[tuple[torch.Event, int]] = []
         #: Begin and end of each time in which the device waited for bytes.
@@ -42,11 +45,18 @@ class DeviceTimes:
 
     def saved(self) -> None:
         """Record that an item was saved."""
-        self._saved.append(self._event())
+        self._saved.append((self._event(), len(self._holds)))
 
     def used(self) -> None:
         """Record the first use of an item."""
         self._used.append((self._event(), len(self._waits)))
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Record when the compute stream could go on, and when copies to the host let it."""
+        begun = self._event()
+        yield
+        self._holds.append((begun, self._event()))
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -58,20 +68,26 @@ class DeviceTimes:
     @property
     def over(self) -> bool:
         """Whether the device has reached every event."""
-        uses, ends = (use for use, _ in self._used), (end for _, end in self._waits)
+        known = (event for event, _ in chain(reversed(self._saved), self._used))
+        ends = (end for _, end in chain(self._holds, self._waits))
         # All of them: a pass may have several streams, of which each keeps its own order.
-        return all(event.query() for event in chain(reversed(self._saved), uses, ends))
+        return all(event.query() for event in chain(known, ends))
 
-    def elapsed(self) -> tuple[list[float], list[tuple[float, float]], float]:
-        """Return the seconds from the first save to each save and to each use, and of all waits.
+    def elapsed(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]], float, float]:
+        """Return the seconds from the first save to each save and to each use.
 
-        Of a use, also the seconds for which the device had waited for bytes until then.
+        With each save are the seconds for which forward was held until then, with each use those
+        for which the device had waited for bytes; last the seconds of all holds and of all waits.
         """
-        first = self._saved[0]
-        waited = list(accumulate((_elapsed(*wait) for wait in self._waits), initial=0.0))
-        saved = [_elapsed(first, event) for event in self._saved]
+        first, _ = self._saved[0]
+        held, waited = _sums(self._holds), _sums(self._waits)
+        saved = [(_elapsed(first, event), held[holds]) for event, holds in self._saved]
         used = [(_elapsed(first, event), waited[waits]) for event, waits in self._used]
-        return saved, used, waited[-1]
+        return saved, used, held[-1], waited[-1]
+
+
+def _sums(pairs: Sequence[tuple[torch.Event, torch.Event]]) -> list[float]:
+    return list(accumulate((_elapsed(*pair) for pair in pairs), initial=0.0))
 
 
 def _elapsed(begin: torch.Event, end: torch.Event) -> float:

@@ -146,9 +146,9 @@ class Trace:
         if not self.uses or not times.over:
             return False
         start = self.started_at
-        saved, used, self.waited = times.elapsed()
-        self.saved_at = [start + seconds for seconds in saved]
-        self.held, self.held_at = 0.0, [0.0] * len(saved)
+        saved, used, self.held, self.waited = times.elapsed()
+        self.saved_at = [start + seconds for seconds, _ in saved]
+        self.held_at = [held for _, held in saved]
         self.uses = [
             (number, start + seconds, waited)
             for (number, _, _), (seconds, waited) in zip(

@@ -77,7 +77,8 @@ class UseOrderHistory:
         _remember(self._plans, trace.signature, UseOrder(sequence, due), _MOST_PLANS)
         for number, at, waited in trace.uses:
             saved = trace.saved_at[number]
-            times = (at - waited - saved, saved - trace.saved_at[0])
+            # In a pass that is not held, an item is saved so much earlier.
+            times = (at - waited - saved, saved - trace.held_at[number] - trace.saved_at[0])
             _remember(self._idle, trace.prefixes[number], times, _MOST_IDLE_TIMES)
 
     def plan(self, trace: Trace) -> UseOrder:

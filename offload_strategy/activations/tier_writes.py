@@ -19,6 +19,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 
 import torch
@@ -115,14 +116,16 @@ class TierWrites:
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
             found.append(((item.payload.device, stream), item, item.payload, next_use))
+        times = None if trace is None else trace.device_times
         stall_seconds = self.store.recorder.stall_seconds
         stalled = stall_seconds[CLIENT]
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):
             _, items, payloads, next_uses = zip(*group, strict=True)
             hints = (True, payloads[0].is_cpu)
-            tickets = self.store.put_all(
-                payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
-            )
+            with nullcontext() if times is None else times.hold():
+                tickets = self.store.put_all(
+                    payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
+                )
             for item, ticket in zip(items, tickets, strict=True):
                 item.ticket = ticket
                 item.storage.entry = ticket.entry
@@ -160,6 +163,15 @@ class TierWrites:
         direction = Direction.WRITE if write else Direction.READ
         known = [rate for queue in self._queues if (rate := queue.bandwidth.rate(direction))]
         return sum(known) * len(self._queues) / len(known) if known else None
+
+    def copy_rate(self) -> float | None:
+        """Return the bytes per second of copies from a device to the host, or None if unknown."""
+        engines = tuple(self.store.copies.values())
+        return min((rate for engine in engines if (rate := engine.outgoing_rate)), default=None)
+
+    def copy_window(self) -> int:
+        """Return the bytes that may be on their way to the host before a device waits for them."""
+        return max((engine.window_bytes for engine in tuple(self.store.copies.values())), default=0)
 
     def has_room_in_memory(self, nbytes: int) -> bool:
         """Return whether a host tier has room for so many bytes."""

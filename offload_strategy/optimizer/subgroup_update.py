@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
@@ -46,7 +47,6 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.dtensors import is_sharded
 
 
 class Updater:
@@ -74,6 +74,8 @@ class Updater:
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
+        # Whether the user's instance selects foreach by itself, by group.
+        self._foreach: dict[int, bool] = {}
         self.precision = precision
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
@@ -265,6 +267,7 @@ class Updater:
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""
         self._rehearsed.clear()
+        self._foreach.clear()
         self._store.pass_begins()
 
     # ------------------------------------------------------------------ running the user's class
@@ -321,10 +324,7 @@ class Updater:
         weights: Sequence[torch.Tensor],
         states: Sequence[State],
     ) -> None:
-        group = self.group_of(subgroup)
-        if is_sharded(subgroup.slices[0].parameter) and group.get("fused") is None:
-            # The user's instance would not select foreach by itself for DTensors.
-            group = {**group, "foreach": bool(group.get("foreach"))}
+        group = self._with_foreach(subgroup)
         try:
             with master_weights_of(weights, states, self.precision) as weights:
                 if subgroup.group_index not in self._rehearsed and rehearse(
@@ -336,6 +336,20 @@ class Updater:
                 run_update(optimizer, group, weights, states)
         except UnfitUpdateError as reason:
             raise self._unfit(subgroup, reason) from None
+
+    def _with_foreach(self, subgroup: Subgroup) -> dict[str, Any]:
+        """Return the parameter group with what the user's instance selects for all of it.
+
+        Without a setting, PyTorch uses foreach if all parameters of a group are plain tensors on
+        accelerators. A subgroup has those of one device, and local tensors instead of DTensors.
+        """
+        group, index = self.group_of(subgroup), subgroup.group_index
+        settings = group.get("fused"), group.get("foreach")
+        if subgroup.slices[0].parameter.is_cpu or settings != (None, None):
+            return group
+        if index not in self._foreach:
+            _, self._foreach[index] = _default_to_fused_or_foreach(group["params"], False)
+        return group if self._foreach[index] else {**group, "foreach": False}
 
     def _unfit(self, subgroup: Subgroup, reason: object) -> OffloadError:
         kind = type(self._optimizer)

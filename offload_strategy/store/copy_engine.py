@@ -33,6 +33,8 @@ from offload_strategy.units import MiB
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
+#: By how much what is known of the rate of copies counts less after each further copy.
+_DECAY = 0.9
 
 
 class CopyEngine:
@@ -43,6 +45,8 @@ class CopyEngine:
         self.asynchronous = is_asynchronous(device)
         self._lock = threading.Lock()
         self._largest = 0
+        # Of the latest copies to the host.
+        self._copied_bytes = self._copying_seconds = 0.0
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
         self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
@@ -83,10 +87,12 @@ class CopyEngine:
         compute = compute or current_stream(self.device)
         outgoing, _ = self._copying(compute)
         outgoing.wait_event(compute.record_event())
+        begun = torch.Event(self.device, enable_timing=True)
+        done = torch.Event(self.device, enable_timing=True, blocking=True)
         with using_stream(outgoing):
+            begun.record(outgoing)
             for host, source in zip(hosts, sources, strict=True):
                 host.copy_(source, non_blocking=True)
-            done = torch.Event(self.device, blocking=True)
             done.record(outgoing)
         for source in sources:
             # Where another stream allocated the memory, that must not use it again too early.
@@ -96,9 +102,19 @@ class CopyEngine:
             window = self._windows.setdefault(compute.stream_id, ReleaseWindow(compute))
             for entry in entries:
                 entry.copied = done
-            window.add(done, sum(sizes), CopyOut(entries, hosts, done))
+            window.add(done, sum(sizes), CopyOut(entries, hosts, begun, done))
             self._largest = max(self._largest, *sizes)
-            self._drop_sources(window.release(max(_WINDOW_BYTES, 2 * self._largest)))
+            self._drop_sources(window.release(self.window_bytes))
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes whose copies may be under way before the compute stream waits for the first."""
+        return max(_WINDOW_BYTES, 2 * self._largest)
+
+    @property
+    def outgoing_rate(self) -> float | None:
+        """Bytes per second of the latest copies to the host by the device's clock, if known."""
+        return self._copied_bytes / self._copying_seconds if self._copying_seconds else None
 
     def _window(self) -> ReleaseWindow[CopyOut] | None:
         """Return the window of this thread's stream, if anything was copied from there."""
@@ -127,7 +143,12 @@ class CopyEngine:
                     # Backward has used these: nobody else will ever ask for their memory.
                     self._drop_sources(window_here.release())
             while self._released and self._released[0].done.query():
-                for entry in self._released.popleft().entries:
+                copy = self._released.popleft()
+                nbytes = sum(entry.nbytes for entry in copy.entries)
+                self._copied_bytes = _DECAY * self._copied_bytes + nbytes
+                seconds = max(0.0, copy.begun.elapsed_time(copy.done) / 1000)
+                self._copying_seconds = _DECAY * self._copying_seconds + seconds
+                for entry in copy.entries:
                     entry.copied = None
 
     def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
@@ -177,10 +198,10 @@ class CopyEngine:
         incoming.wait_event(compute.record_event())
         for event in filter(None, dict.fromkeys(after)):
             incoming.wait_event(event)
+        done = torch.Event(self.device)
         with using_stream(incoming):
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.copy_(host, non_blocking=True)
-            done = torch.Event(self.device)
             done.record(incoming)
         awaited_by: set[int] = set()
         copies = [DeviceCopy(each, done, compute.stream_id, awaited_by) for each in tensors]

@@ -141,6 +141,7 @@ class CopyOut:
 
     entries: Sequence[Entry]
     hosts: Sequence[torch.Tensor]
+    begun: torch.Event
     done: torch.Event
 
 

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
@@ -258,6 +259,38 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk, overlap):
         return numbers
 
     same_with_and_without(run, both(disk, overlap))
+
+
+class ForeachAddsOne(Optimizer):
+    """Its updates tell which kernels it selects: those of a GPU round in different ways."""
+
+    def __init__(self, params):
+        super().__init__(params, {"foreach": None, "fused": None})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [each for each in group["params"] if each.grad is not None]
+            foreach = group["foreach"]
+            if foreach is None:
+                _, foreach = _default_to_fused_or_foreach(params, differentiable=False)
+            for each in params:
+                self.state[each]["momentum"] = torch.zeros_like(each)
+                each.data.add_(1 if foreach else 2)
+
+
+@pytest.mark.parametrize("devices", [(DEVICE, DEVICE), ("cpu", DEVICE)], ids=["one", "two"])
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap, devices):
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(16, 16).to(device) for device in devices)
+        optimizer = attached(engine, None, ForeachAddsOne(model.parameters()))
+        model[1](model[0](torch.randn(4, 16).to(devices[0])).to(devices[1])).sum().backward()
+        optimizer.step()
+        return [weights(model)]
+
+    config = settings(disk, activations={"enabled": False}, optimizer={"overlap": overlap})
+    same_with_and_without(run, config)
 
 
 # ---------------------------------------------------------------------- streamed weights

@@ -140,11 +140,11 @@ SCENARIOS = [
 OF_UPDATES = [partial(differs, updated, "1GiB")]
 
 
-def recorded(copies, stream, options=""):
+def recorded(copies, end):
     """The end of copies is recorded before them."""
     indent = 12 * " "
     copied = f"{indent}for {copies}, non_blocking=True)\n"
-    event = f"{indent}done = torch.Event(self.device{options})\n{indent}done.record({stream})\n"
+    event = f"{indent}{end}\n"
     return copied + event, event + copied
 
 
@@ -156,8 +156,7 @@ MUTANTS = {
         ),
         "the end of a copy to the host is recorded before it": recorded(
             "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
-            "outgoing",
-            ", blocking=True",
+            "done.record(outgoing)",
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
         "the copy to the device does not wait for the computation": (
@@ -168,7 +167,7 @@ MUTANTS = {
         ),
         "the end of a copy to the device is recorded before it": recorded(
             "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
-            "incoming",
+            "done.record(incoming)",
         ),
         "a host buffer is free before the copy out of it is over": (
             "self._loads.append((done, copies, hosts))"
