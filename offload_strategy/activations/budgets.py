@@ -54,6 +54,8 @@ _FIRST_BACKLOG_BYTES = 64 * MiB
 #: Share of a step's time within which an item may be used so soon that it had better stay. Without
 #: a bound, a path that was slow once would never be tried again.
 _SOON = 0.1
+#: Round trips over the link of a device that an item must be unused: others are on their way, too.
+_MARGIN = 1.5
 #: Share of what left by which one late pass lowers the limit at most.
 _CHANCE = 0.2
 #: By how much a limit grows in a step that had no need to wait; twice as much after each further.
@@ -148,7 +150,10 @@ class AutomaticBudget(Budget):
             backlog = self._backlog_at(saved_after, min(copies, write or 0.0))
         if idle is not None and write and read:
             round_trip = (backlog + nbytes) / write + nbytes / read
-            if idle < min(_SOON * self._step_seconds, round_trip):
+            at_most = _SOON * self._step_seconds
+            if trace.on_device and in_memory:  # a link's rate does not change
+                at_most, round_trip = math.inf, _MARGIN * round_trip
+            if idle < min(at_most, round_trip):
                 return False
         if backlog <= room:
             self._expected_backlog += nbytes

@@ -114,7 +114,7 @@ class Updater:
             # the update is interrupted or fails.
             subgroup.states = replace(old, small=unpacked.states, ticket=None)
             if old.ticket is not None:
-                self._store.free(old.ticket)
+                self._store.free(old.ticket, keeps_buffer=True)
             parameters = [subgroup.slices[index].parameter for index in gradients]
             with self._residency.resident(parameters, changes=True):
                 weights = []

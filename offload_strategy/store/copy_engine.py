@@ -77,8 +77,12 @@ class CopyEngine:
         sources: Sequence[torch.Tensor],
         hosts: Sequence[torch.Tensor],
         compute: torch.Stream | None,
+        after: torch.Event | None = None,
     ) -> None:
-        """Start to copy entries' sources to host buffers; `copied` is set if that takes time."""
+        """Start to copy entries' sources to host buffers; `copied` is set if that takes time.
+
+        If others are copied into the buffers, it starts `after` the end of that.
+        """
         if not self.asynchronous:
             for entry, host, source in zip(entries, hosts, sources, strict=True):
                 host.copy_(source)
@@ -87,6 +91,8 @@ class CopyEngine:
         compute = compute or current_stream(self.device)
         outgoing, _ = self._copying(compute)
         outgoing.wait_event(compute.record_event())
+        if after is not None:
+            outgoing.wait_event(after)
         begun = torch.Event(self.device, enable_timing=True)
         done = torch.Event(self.device, enable_timing=True, blocking=True)
         with using_stream(outgoing):
@@ -186,6 +192,22 @@ class CopyEngine:
         event = torch.Event(self.device, blocking=True)
         event.record(compute or current_stream(self.device))
         return event
+
+    def may_overwrite(self, host: torch.Tensor, compute: torch.Stream | None) -> bool:
+        """Return whether a stream has waited for all copies of a host buffer to the device.
+
+        Then what it computes next can be copied there, although none of that has happened yet.
+        """
+        if not self.asynchronous:
+            return True
+        stream, address = (compute or current_stream(self.device)).stream_id, host.data_ptr()
+        with self._lock:
+            return all(
+                stream in copy.awaited_by
+                for _, copies, hosts in self._loads
+                for copy, each in zip(copies, hosts, strict=True)
+                if each.data_ptr() == address
+            )
 
     # ------------------------------------------------------------------ to the device
     def load(

@@ -233,9 +233,17 @@ class TensorStore:
             if ticket.entry.is_copy:
                 self._registry.stored(ticket.entry)
 
-    def free(self, ticket: Ticket) -> None:
-        """Free a ticket in any state."""
-        self._registry.free(ticket.entry)
+    def free(self, ticket: Ticket, *, keeps_buffer: bool = False) -> None:
+        """Free a ticket in any state.
+
+        With `keeps_buffer` a ticket that replaces it may have its pinned memory, although the
+        device has not read it yet.
+        """
+        entry = ticket.entry
+        pinned = keeps_buffer and entry.device.type != "cpu" and entry.may_leave
+        buffer = entry.payload if pinned and entry.is_in_host_memory else None
+        self._registry.free(entry)
+        entry.buffer = buffer
 
     def release_written(self) -> None:
         """Free the memory of tickets that were written."""

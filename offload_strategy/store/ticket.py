@@ -115,6 +115,8 @@ class Entry:
     written_at: float | None = None
     #: When its last load was queued and when it ended.
     load_times: tuple[float, float] | None = None
+    #: The host buffer of a freed ticket, for the one that replaces it.
+    buffer: torch.Tensor | None = None
     #: Under which the registry knows the ticket.
     reference: int = 0
 

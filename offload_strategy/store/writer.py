@@ -82,7 +82,7 @@ class Writer(StorePart):
                     self._begin(entries[begun:])
                     begun += 1
             if leaving:
-                self._copy_out(client, leaving, compute)
+                self._copy_out(client, leaving, compute, replaced)
                 self._begin(entries[begun:])
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
@@ -126,13 +126,23 @@ class Writer(StorePart):
             raise reports.no_room(entry.nbytes, entry.client, tiers)
 
     def _copy_out(
-        self, client: str, entries: Sequence[Entry], compute: torch.Stream | None
+        self,
+        client: str,
+        entries: Sequence[Entry],
+        compute: torch.Stream | None,
+        replaced: Entry | None,
     ) -> None:
         """Start to copy the sources of entries to one host buffer, of whole pages for each."""
         engine = self.copies[entries[0].device]
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
-        buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
+        buffer, after = None, None
+        if replaced is not None:
+            buffer, replaced.buffer, after = replaced.buffer, None, replaced.copied
+        if buffer is None or buffer.nbytes != nbytes or not engine.may_overwrite(buffer, compute):
+            buffer, after = None, None
+        if buffer is None:
+            buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
         hosts: Sequence[torch.Tensor] = [buffer]
         if len(sizes) > 1:
             parts = zip(buffer.split(sizes), sizes, entries, strict=True)
@@ -140,7 +150,7 @@ class Writer(StorePart):
         for entry, host in zip(entries, hosts, strict=True):
             entry.payload = host
         sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
-        engine.copy_out(entries, sources, hosts, compute)
+        engine.copy_out(entries, sources, hosts, compute, after)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""

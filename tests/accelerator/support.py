@@ -16,6 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.tiers import HostTier
+from offload_strategy.telemetry import Recorder
+from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.units import MiB
 from tests.training import Block, Numbers
 
 DEVICE = os.environ["TEST_ACCELERATOR"]
@@ -91,6 +97,45 @@ def peaks(step: Callable[[int], object], count: int) -> list[int]:
         step(number)
         torch.accelerator.synchronize()
         found.append(device_module.max_memory_allocated())
+    return found
+
+
+def replaced_in_host_memory(copies: Any, *, late: bool) -> list[torch.Tensor]:
+    """Bytes that one stream reads while another puts what replaces them, and those bytes.
+
+    With `late`, the second stream puts while the first bytes are still on their way to the host.
+    They are all ones, then all twos.
+    """
+    pool = BufferPool(16 * MiB)
+    store = TensorStore(pool, Recorder(), write_behind=16 * MiB)
+    store.copies = store._writer.copies = store._reader.copies = copies
+    tiers = [HostTier("host", 8 * MiB)]
+    one, two = new_stream(), new_stream()
+    first, second = (torch.full((MiB,), n, dtype=torch.uint8, device=DEVICE) for n in (1, 2))
+    torch.accelerator.synchronize()
+    engine = copies[first.device]
+    with using_stream(one):
+        outgoing, _ = engine._copying(one)
+        if late:
+            with using_stream(outgoing):
+                sleep(40_000_000)
+        ticket = store.put(first, "optimizer", tiers)
+        if not late:
+            outgoing.synchronize()
+            store.release_written()
+            engine.release_sources(0)
+            sleep(40_000_000)
+        read = store.get(ticket)
+    if late:
+        two.wait_stream(one)
+    with using_stream(two):
+        store.free(ticket, keeps_buffer=True)
+        ticket = store.put(second, "optimizer", tiers, replaces=ticket)
+        engine.release_sources(0)
+    torch.accelerator.synchronize()
+    found = [read.cpu(), store.get(ticket).cpu()]
+    store.close()
+    pool.close()
     return found
 
 

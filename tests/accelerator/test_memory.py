@@ -145,6 +145,27 @@ def test_pinned_memory_is_given_back(disk):
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 
+@pytest.mark.parametrize("overlap", ["eager", "off"])
+def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
+    """Although the host has launched all updates before the device has read the first states."""
+    config = settings(
+        disk, "1GiB", activations={"enabled": False},
+        optimizer={"overlap": overlap, "subgroup_size": 1 << 20}, memory={"pinned": "16MiB"},
+    )  # fmt: skip
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).to(DEVICE)
+    with OffloadEngine(config) as engine:
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        for _ in range(3):
+            sleep(600_000_000)
+            model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        pinned = engine.metrics()["offload/memory/pinned_peak_bytes"]
+    states = 2 * sum(each.nbytes for each in model.parameters())
+    assert pinned <= 1.5 * states
+
+
 def test_pinned_memory_is_exactly_as_asked():
     """Torch's own allocator of pinned memory would round every size up to a power of two."""
     pool = BufferPool(16 * MiB)

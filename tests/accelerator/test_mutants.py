@@ -20,7 +20,14 @@ from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support import accelerator
 from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
-from tests.accelerator.support import DEVICE, Deep, delays, device_module, new_stream
+from tests.accelerator.support import (
+    DEVICE,
+    Deep,
+    delays,
+    device_module,
+    new_stream,
+    replaced_in_host_memory,
+)
 from tests.training import attached, on_disk, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
@@ -131,11 +138,18 @@ def too_much_memory(disk, seed):
     return bool(peak > 64 * MiB or left > 12 * MiB)
 
 
+def differs_where_replaced(disk, seed):
+    """Whether bytes are lost where others replace them in host memory."""
+    read, written = replaced_in_host_memory(tensor_store.CopyEngines(), late=bool(seed % 2))
+    return (read.unique().tolist(), written.unique().tolist()) != ([1], [2])
+
+
 SCENARIOS = [
     partial(differs, gradients, None),
     partial(differs, gradients, "1GiB"),
     partial(differs, gradients_after_a_dropped_pass, None),
     too_much_memory,
+    differs_where_replaced,
 ]
 OF_UPDATES = [partial(differs, updated, "1GiB")]
 
@@ -183,6 +197,8 @@ MUTANTS = {
         ),
         "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
         "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
+        "what another stream reads is overwritten": ("stream in copy.awaited_by", "True"),
+        "what replaces bytes does not wait for their copy": "outgoing.wait_event(after)",
         "copies to the host run on the compute stream, with no order to what follows": (
             "with using_stream(outgoing):",
             "with using_stream(_):",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from offload_strategy.store.copy_engine import CopyEngine
+from offload_strategy.store.copy_engine import CopyEngine, CopyEngines
 from offload_strategy.torch_support.accelerator import current_stream, using_stream
 from tests import training
 from tests.accelerator.support import (
@@ -28,6 +28,7 @@ from tests.accelerator.support import (
     loss_of,
     make,
     new_stream,
+    replaced_in_host_memory,
     sleep,
     stir,
 )
@@ -129,6 +130,13 @@ def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
 
     with delays(0, 50, 800):
         same_with_and_without(run, settings(disk, memory={"pinned": "256KiB"}))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_host_buffer_is_overwritten_once_all_streams_have_read_it(late):
+    read, written = replaced_in_host_memory(CopyEngines(), late=late)
+    assert read.unique().tolist() == [1]
+    assert written.unique().tolist() == [2]
 
 
 # ---------------------------------------------------------------------- two threads
