@@ -25,6 +25,7 @@ all that it may. What memory has no room for is written all the same.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from timeit import default_timer as perf_counter
 
@@ -74,12 +75,12 @@ class Budget:
         self._budget = budget
 
     def admits(
-        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+        self, nbytes: int, trace: Trace, idle: float | None, leaves_after: float | None = None
     ) -> bool:
         """Return whether an item is offloaded; may wait for room in memory or on the path.
 
         Its bytes are among the saved ones of the trace already. It will be unused for `idle`
-        seconds, and is saved so many seconds after the first item; None if unknown.
+        seconds, and can leave so many seconds after the first item was saved; None if unknown.
         """
         limit = self._budget
         if isinstance(limit, float):
@@ -122,44 +123,33 @@ class AutomaticBudget(Budget):
         # Seconds of the last step, and those that the current pass may still wait.
         self._step_seconds = self._allowed_seconds = 0.0
         self._observed = 0
-        # On a device: bytes that will wait to be written at a time after the first save of a pass.
-        self._expected_backlog = self._expected_at = 0.0
+        # On a device: what will wait to leave, by the end of its copy or write in seconds after the
+        # first save of a pass, and its bytes.
+        self._expected: deque[tuple[float, int]] = deque()
+        self._expected_bytes = 0
 
     def admits(
-        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+        self, nbytes: int, trace: Trace, idle: float | None, leaves_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits a little for the path."""
         writes = self._writes
         if trace.saved_bytes == nbytes:  # a new forward pass
             self._allowed_seconds = ALLOWANCE * self._step_seconds
-            self._expected_backlog = self._expected_at = 0.0
+            self._expected.clear()
+            self._expected_bytes = 0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
         in_memory = writes.has_room_in_memory(nbytes)
-        if in_memory and not trace.on_device:
-            return True
-        backlog: float = writes.store.writing_bytes
-        write, read = writes.rate(write=True), writes.rate(write=False)
-        room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
         if trace.on_device:
-            copies = writes.copy_rate()
-            if saved_after is None or copies is None:
-                return True  # the first passes move what they can, and are timed
-            if in_memory:  # what is not copied yet is in the device's memory
-                write, read, room = copies, copies, writes.copy_window() - nbytes
-            backlog = self._backlog_at(saved_after, min(copies, write or 0.0))
-        if idle is not None and write and read:
-            round_trip = (backlog + nbytes) / write + nbytes / read
-            at_most = _SOON * self._step_seconds
-            if trace.on_device and in_memory:  # a link's rate does not change
-                at_most, round_trip = math.inf, _MARGIN * round_trip
-            if idle < min(at_most, round_trip):
-                return False
-        if backlog <= room:
-            self._expected_backlog += nbytes
+            return self._admits_on_device(nbytes, trace, idle, leaves_after, in_memory)
+        if in_memory:
             return True
-        if trace.on_device:
+        backlog = writes.store.writing_bytes
+        if self._is_used_soon(nbytes, backlog, idle):
             return False
+        room = self._room(nbytes)
+        if backlog <= room:
+            return True
         if self._allowed_seconds > 0:
             begin = perf_counter()
             writes.store.await_writes(CLIENT, room, self._allowed_seconds)
@@ -168,12 +158,49 @@ class AutomaticBudget(Budget):
             trace.held += waited
         return writes.store.writing_bytes <= room
 
-    def _backlog_at(self, saved_after: float, rate: float) -> float:
-        """Return the bytes that will wait to leave when the device, later, saves an item."""
-        written = rate * max(0.0, saved_after - self._expected_at)
-        self._expected_backlog = max(0.0, self._expected_backlog - written)
-        self._expected_at = saved_after
-        return self._expected_backlog
+    def _is_used_soon(self, nbytes: int, backlog: int, idle: float | None) -> bool:
+        write, read = self._writes.rate(write=True), self._writes.rate(write=False)
+        if idle is None or not write or not read:
+            return False
+        round_trip = (backlog + nbytes) / write + nbytes / read
+        return idle < min(_SOON * self._step_seconds, round_trip)
+
+    def _room(self, nbytes: int) -> int:
+        """Return the bytes that may wait to be written before an item of so many."""
+        return max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
+
+    def _admits_on_device(
+        self,
+        nbytes: int,
+        trace: Trace,
+        idle: float | None,
+        leaves_after: float | None,
+        in_memory: bool,
+    ) -> bool:
+        """Go by what the device will do: the host is ahead, and nothing of it has happened yet."""
+        link = self._writes.copy_rate()
+        if leaves_after is None or link is None:
+            trace.is_trial = True  # it moves what it can, and is timed
+            return True
+        backlog, write = self._backlog_at(leaves_after), link
+        if in_memory:  # until it is copied, it is in the device's memory
+            room = self._writes.copy_window() - nbytes
+            soon = idle is not None and idle < _MARGIN * (backlog + 2 * nbytes) / link
+        else:
+            room, soon = self._room(nbytes), self._is_used_soon(nbytes, backlog, idle)
+            write = min(link, self._writes.rate(write=True) or 0.0)
+        if soon or backlog > room:
+            return False
+        begin = max(leaves_after, self._expected[-1][0] if self._expected else 0.0)
+        self._expected.append((begin + nbytes / write if write else math.inf, nbytes))
+        self._expected_bytes += nbytes
+        return True
+
+    def _backlog_at(self, leaves_after: float) -> int:
+        """Return the bytes of items that will not have left when the device, later, is there."""
+        while self._expected and self._expected[0][0] <= leaves_after:
+            self._expected_bytes -= self._expected.popleft()[1]
+        return self._expected_bytes
 
     def must_leave(self, trace: Trace) -> int | None:
         """Nothing must be written: what is in flight stays. See `Budget.must_leave`."""
@@ -191,7 +218,7 @@ class AutomaticBudget(Budget):
         self._backlog = min(backlog, self._most_backlog)
         self._step_seconds = trace.seconds
         allowance = ALLOWANCE * trace.seconds
-        late = trace.waited > allowance
+        late = trace.waited > allowance and not trace.is_trial
         if late:
             # Without a known rate (host memory): it moved at least all of it in about half a step.
             rate = self._writes.rate(write=False) or 2 * left / trace.seconds

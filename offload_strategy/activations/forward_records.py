@@ -59,6 +59,8 @@ class Trace:
     uses: list[tuple[int, float, float]] = field(default_factory=list)
     #: Seconds that backward waited for bytes.
     waited: float = 0.0
+    #: Whether items left of which nothing was known, so that a device had to wait for them.
+    is_trial: bool = False
     #: Number of uses that the history has learned.
     learned: int = 0
     #: By prefix: seconds from the start until which offloaded items stayed in memory because others

@@ -172,7 +172,7 @@ class PlannedBudget(Budget):
         return self._profiler.baseline
 
     def admits(
-        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+        self, nbytes: int, trace: Trace, idle: float | None, leaves_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
         if self._profiler.baseline is None:

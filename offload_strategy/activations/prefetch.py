@@ -59,7 +59,8 @@ class UseOrderHistory:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[int, UseOrder] = OrderedDict()
-        # By prefix of an item: for how long it is unused, and how long after the first it is saved.
+        # By prefix of an item: for how long it is unused, and how long after the first is saved it
+        # can leave.
         self._idle: OrderedDict[int, tuple[float, float]] = OrderedDict()
         self._following: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._distances: deque[int] = deque(maxlen=_DISTANCES)
@@ -76,9 +77,11 @@ class UseOrderHistory:
             due = [(old + new) / 2 for old, new in zip(known.due, due, strict=True)]
         _remember(self._plans, trace.signature, UseOrder(sequence, due), _MOST_PLANS)
         for number, at, waited in trace.uses:
-            saved = trace.saved_at[number]
-            # In a pass that is not held, an item is saved so much earlier.
-            times = (at - waited - saved, saved - trace.held_at[number] - trace.saved_at[0])
+            # It leaves when the operation that saved it is over: at the next save, at the latest.
+            # In a pass that is not held, that is so much earlier.
+            after = min(number + 1, len(trace.saved_at) - 1)
+            leaves = trace.saved_at[after] - trace.held_at[after]
+            times = (at - waited - trace.saved_at[number], leaves - trace.saved_at[0])
             _remember(self._idle, trace.prefixes[number], times, _MOST_IDLE_TIMES)
 
     def plan(self, trace: Trace) -> UseOrder:
@@ -90,7 +93,7 @@ class UseOrderHistory:
         return known
 
     def times(self, prefix: int) -> tuple[float | None, float | None]:
-        """Return for how long such an item was unused, and how long after the first it is saved."""
+        """Return for how long such an item is unused, and how long after the first it can leave."""
         return self._idle.get(prefix, (None, None))
 
     def follows(self, trace: Trace, distance: int) -> None:

@@ -258,10 +258,10 @@ class ActivationOffload:
         if not trace.sizes and is_asynchronous(device):
             trace.on_device = self._writes.on_device = True
             trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
-        idle, saved_after = self._prefetcher.history.times(prefix)
+        idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
-        leaves = self._budget.admits(nbytes, trace, idle, saved_after)
+        leaves = self._budget.admits(nbytes, trace, idle, leaves_after)
         if leaves and self._write_budget is not None:
             in_memory = self._writes.has_room_in_memory(nbytes)  # of a tier, where nothing wears
             within = in_memory or self._write_budget.admits(nbytes)

@@ -127,6 +127,84 @@ def test_less_leaves_after_a_backward_that_waited_and_more_again_later(read, pas
         assert sum(offer(budget, 10 * MiB, trace) for _ in range(100)) == expected
 
 
+class Link(SlowPath):
+    """Copies of a device to host memory, in order, on the device's clock.
+
+    As in the copy engine, computation waits for the oldest copies while more than a window of bytes
+    is referenced, each until all of it is copied.
+    """
+
+    def __init__(self, rate, window):
+        super().__init__(memory=1 << 50)
+        self.bandwidth, self.window, self.known = rate, window, False
+        self.ends, self.nbytes = [], 0
+
+    def copy_rate(self):
+        return self.bandwidth if self.known else None
+
+    def copy_window(self):
+        return self.window
+
+    def copies(self, nbytes, now):
+        """Return when the computation may go on."""
+        begin = max(now, self.ends[-1][0] if self.ends else 0.0)
+        self.ends.append((begin + nbytes / self.bandwidth, nbytes))
+        self.nbytes += nbytes
+        while self.nbytes > self.window:
+            end, done = self.ends.pop(0)
+            self.nbytes -= done
+            now = max(now, end)
+        return now
+
+
+def device_pass(budget, link, history, items, number):
+    """One pass; return the bytes that left, and seconds: of waits for copies, and of all of it."""
+    trace, now, held, waiting = Trace(on_device=True, started_at=0.0), 0.0, 0.0, None
+    for nbytes, seconds in items:
+        now += seconds
+        if waiting is not None:  # the operation that saved it is over
+            after = link.copies(waiting, now)
+            held, now, waiting = held + after - now, after, None
+        trace.prefixes.append(hash((trace.signature, nbytes)))
+        trace.sizes.append(nbytes)
+        trace.saved_at.append(now)
+        trace.held_at.append(held)
+        idle, leaves_after = history.times(trace.signature)
+        trace.saved_bytes += nbytes
+        if budget.admits(nbytes, trace, idle, leaves_after):
+            trace.left_bytes += nbytes
+            waiting = nbytes
+    forward = now
+    for index, (_, seconds) in reversed(list(enumerate(items))):
+        trace.uses.append((index, now, 0.0))
+        now += 2 * seconds
+    trace.waited = 1.0 if trace.is_trial else 0.0  # with everything away, backward waits for it
+    trace.held, trace.on_device = held, False
+    history.learn(trace)
+    budget.learn(trace)
+    link.known, link.ends, link.nbytes = True, [], 0
+    return trace.left_bytes, held, forward
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+@pytest.mark.parametrize("rate", [10, 30, 55, 200])
+def test_a_device_computes_while_as_much_leaves_as_its_link_takes(rate, layers):
+    """A GPT 8192 wide: MiB that each layer saves, and milliseconds of computation before."""
+    layer = [(256, 1), (768, 9), (256, 4), (256, 4), (256, 1), (1024, 12), (1024, 1), (4, 12)]
+    items = [(nbytes * MiB, ms / 1000) for nbytes, ms in layer * layers]
+    link, history = Link(rate * GiB, 2 * GiB), UseOrderHistory()
+    budget = AutomaticBudget(link, GiB)
+    left, held, forward = device_pass(budget, link, history, items, 0)
+    saved = sum(nbytes for nbytes, _ in items)
+    assert left == saved
+    for number in range(1, 4):
+        left, held, forward = device_pass(budget, link, history, items, number)
+        assert held <= 0.01 * forward
+        # But for what backward uses soon, and gaps in which the last operation is not over.
+        at_most = min(saved, rate * GiB * forward)
+        assert 0.7 * at_most <= left <= at_most + link.window
+
+
 def test_the_amount_is_told_once_when_it_has_settled(caplog):
     budget = AutomaticBudget(SlowPath(), GiB)
     with caplog.at_level(logging.INFO, logger="offload_strategy"):
