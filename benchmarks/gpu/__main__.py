@@ -77,12 +77,15 @@ class Run:
         return contests.run(chosen, self.worker, seconds, steps=steps, judged=self.judged)
 
     def _asked_for(self, chosen: list[Contest]) -> list[Contest]:
-        titles, names = self.options.contests, self.options.contenders
-        chosen = [one for one in chosen if any(word in one.title for word in titles)]
-        for number, contest in enumerate(chosen):
-            asked = [n for n in contest.names if n == who.PLAIN or any(word in n for word in names)]
-            chosen[number] = replace(contest, names=asked)
-        return chosen
+        def has_part(name: str) -> bool:
+            words = self.options.contenders
+            return name == who.PLAIN or any(word in name for word in words)
+
+        return [
+            replace(contest, names=list(filter(has_part, contest.names)))
+            for contest in chosen
+            if any(word in contest.title for word in self.options.contests)
+        ]
 
 
 def main() -> int:

@@ -10,10 +10,12 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, chain
 
 import torch
+
+from offload_strategy.torch_support.accelerator import elapsed_seconds
 
 #: Passes that are timed at first, and then one of so many.
 _FIRST_PASSES, _ONE_OF = 8, 16
@@ -51,19 +53,19 @@ class DeviceTimes:
         """Record the first use of an item."""
         self._used.append((self._event(), len(self._waits)))
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> AbstractContextManager[None]:
         """Record when the compute stream could go on, and when copies to the host let it."""
-        begun = self._event()
-        yield
-        self._holds.append((begun, self._event()))
+        return self._timed(self._holds)
+
+    def wait(self) -> AbstractContextManager[None]:
+        """Record when the compute stream needs bytes, and when it has them."""
+        return self._timed(self._waits)
 
     @contextmanager
-    def wait(self) -> Iterator[None]:
-        """Record when the compute stream needs bytes, and when it has them."""
+    def _timed(self, times: list[tuple[torch.Event, torch.Event]]) -> Iterator[None]:
         begun = self._event()
         yield
-        self._waits.append((begun, self._event()))
+        times.append((begun, self._event()))
 
     @property
     def over(self) -> bool:
@@ -81,14 +83,10 @@ class DeviceTimes:
         """
         first, _ = self._saved[0]
         held, waited = _sums(self._holds), _sums(self._waits)
-        saved = [(_elapsed(first, event), held[holds]) for event, holds in self._saved]
-        used = [(_elapsed(first, event), waited[waits]) for event, waits in self._used]
+        saved = [(elapsed_seconds(first, event), held[holds]) for event, holds in self._saved]
+        used = [(elapsed_seconds(first, event), waited[waits]) for event, waits in self._used]
         return saved, used, held[-1], waited[-1]
 
 
 def _sums(pairs: Sequence[tuple[torch.Event, torch.Event]]) -> list[float]:
-    return list(accumulate((_elapsed(*pair) for pair in pairs), initial=0.0))
-
-
-def _elapsed(begin: torch.Event, end: torch.Event) -> float:
-    return max(0.0, begin.elapsed_time(end) / 1000)
+    return list(accumulate((elapsed_seconds(*pair) for pair in pairs), initial=0.0))

@@ -25,6 +25,7 @@ from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, TicketStat
 from offload_strategy.torch_support.accelerator import (
     ReleaseWindow,
     current_stream,
+    elapsed_seconds,
     is_asynchronous,
     using_stream,
 )
@@ -152,7 +153,7 @@ class CopyEngine:
                 copy = self._released.popleft()
                 nbytes = sum(entry.nbytes for entry in copy.entries)
                 self._copied_bytes = _DECAY * self._copied_bytes + nbytes
-                seconds = max(0.0, copy.begun.elapsed_time(copy.done) / 1000)
+                seconds = elapsed_seconds(copy.begun, copy.done)
                 self._copying_seconds = _DECAY * self._copying_seconds + seconds
                 for entry in copy.entries:
                     entry.copied = None

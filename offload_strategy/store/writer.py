@@ -137,10 +137,10 @@ class Writer(StorePart):
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
         buffer, after = None, None
-        if replaced is not None:
-            buffer, replaced.buffer, after = replaced.buffer, None, replaced.copied
-        if buffer is None or buffer.nbytes != nbytes or not engine.may_overwrite(buffer, compute):
-            buffer, after = None, None
+        if replaced is not None and (kept := replaced.buffer) is not None:
+            replaced.buffer = None
+            if kept.nbytes == nbytes and engine.may_overwrite(kept, compute):
+                buffer, after = kept, replaced.copied
         if buffer is None:
             buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
         hosts: Sequence[torch.Tensor] = [buffer]

@@ -54,6 +54,11 @@ def using_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
+def elapsed_seconds(begin: torch.Event, end: torch.Event) -> float:
+    """Return the seconds between two events that a device has reached, by its own clock."""
+    return max(0.0, begin.elapsed_time(end) / 1000)
+
+
 class ReleaseWindow(Generic[_Held]):
     """What other streams use, in order, of the memory of an owner, which overwrites what is freed.
 

@@ -157,7 +157,7 @@ class Link(SlowPath):
         return now
 
 
-def device_pass(budget, link, history, items, number):
+def device_pass(budget, link, history, items):
     """One pass; return the bytes that left, and seconds: of waits for copies, and of all of it."""
     trace, now, held, waiting = Trace(on_device=True, started_at=0.0), 0.0, 0.0, None
     for nbytes, seconds in items:
@@ -194,11 +194,10 @@ def test_a_device_computes_while_as_much_leaves_as_its_link_takes(rate, layers):
     items = [(nbytes * MiB, ms / 1000) for nbytes, ms in layer * layers]
     link, history = Link(rate * GiB, 2 * GiB), UseOrderHistory()
     budget = AutomaticBudget(link, GiB)
-    left, held, forward = device_pass(budget, link, history, items, 0)
     saved = sum(nbytes for nbytes, _ in items)
-    assert left == saved
-    for number in range(1, 4):
-        left, held, forward = device_pass(budget, link, history, items, number)
+    assert device_pass(budget, link, history, items)[0] == saved
+    for _ in range(3):
+        left, held, forward = device_pass(budget, link, history, items)
         assert held <= 0.01 * forward
         # But for what backward uses soon, and gaps in which the last operation is not over.
         at_most = min(saved, rate * GiB * forward)
