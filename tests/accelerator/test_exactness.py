@@ -11,6 +11,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy import OffloadEngine
+from offload_strategy.io.backends.thread_pool import ThreadPool
+from offload_strategy.store import copy_engine
 from offload_strategy.units import MiB
 from tests.accelerator.support import DEVICE, Transformer, loss_of, make, sleep, stir, train
 from tests.optimizer.runs import snapshot
@@ -95,6 +97,21 @@ def test_gradients_are_the_same(disk, case, wait):
 def test_gradients_are_the_same_with(disk, memory, options):
     config = settings(disk, optimizer={"enabled": False}, memory=memory)
     same_with_and_without(lambda engine: passes(engine, **options), config)
+
+
+def test_without_a_thread_to_wait_for_copies_the_caller_waits(disk, monkeypatch):
+    tried = []
+
+    class Exhausted(ThreadPool):
+        def submit(self, job, died=None):
+            tried.append(self)
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copy_engine, "ThreadPool", Exhausted)
+    config = settings(disk, optimizer={"enabled": False})
+    figures = same_with_and_without(passes, config)
+    assert tried
+    assert left_bytes(figures) > 1 * MiB
 
 
 # ---------------------------------------------------------------------- optimizer

@@ -326,7 +326,7 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
         assert engine.metrics()["offload/device/peak_bytes"] > 0
     assert torch.equal(got, expected)
     assert min(plain_peaks) >= SAVED
-    assert set(begins[1:]) == set(plain_begins[1:]), "nothing is kept from one step to the next"
+    assert len({*begins[1:], *plain_begins[1:]}) == 1, "nothing is kept from one step to the next"
     # Not the largest with the defaults: beside other work, a step keeps what it could not write.
     told = f"peaks of {[peak // MiB for peak in taken]} of {SAVED // MiB} MiB"
     assert (min if defaults else max)(taken[1:]) <= limit, told
