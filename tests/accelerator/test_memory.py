@@ -30,6 +30,7 @@ from tests.accelerator.support import (
     sleep,
     train,
 )
+from tests.activations.support import noise
 from tests.paced import PacedBackend
 from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
 
