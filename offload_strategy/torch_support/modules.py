@@ -1,4 +1,4 @@
-"""Modules: hooks that keep nobody alive, and calls under way."""
+"""Modules: hooks that keep nobody alive, one that does, and calls under way."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class WeightStream(BlockResidency):
             if any(p is not None and p in self._weights for p in module._parameters.values()):
                 # Unlike a forward hook, it costs nothing when the module is called.
                 keeps = module.register_load_state_dict_post_hook(KeepsAlive(owner))
-                hooks.enter_context(keeps)
+                attached.handles.append(keeps)
         with self._lock:
             self._make_room(0)
             self._offload_accessed()

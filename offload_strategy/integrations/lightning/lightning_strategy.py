@@ -86,7 +86,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         super().setup_optimizers(trainer)
         # An optimizer that the module returns again in a later fit gets its states back.
         for optimizer, before in product(self.optimizers, wrapped):
-            if getattr(before, "inner", None) is optimizer:
+            if is_offloaded(before) and before.inner is optimizer:
                 # As they are: `load_state_dict` would cast them to the dtypes of the weights.
                 states = before.state_dict()["state"]
                 parameters = enumerate(before.parameters())
