@@ -33,11 +33,11 @@ class _Owner(Protocol):
     form: torch.Tensor
     pinned: bool
     changed: bool
+    replacements: int
     saving: Callable[[], AbstractContextManager[bool]]
 
     @property
     def is_resident(self) -> bool: ...
-    def note_replacement(self) -> None: ...
     def begin_access(self) -> None: ...
     def end_access(self) -> None: ...
 
@@ -46,6 +46,7 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
 _DATA: Any = _Tensor.data
+_SET_DATA = _DATA.__set__
 _GETTERS = (
     "_backward_hooks _base _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
     "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr "
@@ -116,8 +117,8 @@ class GuardedParameter(nn.Parameter):
                 if owner is not None:
                     owner.begin_access()
                     accessed.append(owner)
-            if func == _DATA.__set__ and (replaced := _owners.get(args[0])) is not None:
-                replaced.note_replacement()
+            if func == _SET_DATA and (replaced := _owners.get(args[0])) is not None:
+                replaced.replacements += 1
             if not accessed:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -176,10 +177,10 @@ class ResidentParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        _note_change(self)
         if (owner := _owners.get(self)) is not None:
-            owner.note_replacement()
-        _DATA.__set__(self, values)
+            owner.changed = True
+            owner.replacements += 1
+        _SET_DATA(self, values)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """Return an array of the values, which are taken to change through it."""
@@ -244,7 +245,7 @@ def unguard(parameter: nn.Parameter, *, for_good: bool = False) -> None:
 def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the data of a parameter, guarded or not."""
     with torch._C.DisableTorchFunctionSubclass():
-        _DATA.__set__(parameter, values)
+        _SET_DATA(parameter, values)
 
 
 def nan_placeholder(form: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -86,7 +86,9 @@ def materialize_module(
     for key, p in module._parameters.items():
         if key in missing and p is not None:
             values = local_tensor(p.detach())
-            if values.numel() and bool(values.isnan().all()):
+            # All of a large one is read only if its first element tells that it may be needed.
+            first = values[(0,) * values.dim()] if values.numel() else None
+            if first is not None and bool(first.isnan()) and bool(values.isnan().all()):
                 unfilled[key] = "parameter"
     for key, kind in unfilled.items():
         raise ConfigError(

@@ -169,10 +169,6 @@ class StreamedWeight:
         with self._lock:
             self.users -= 1
 
-    def note_replacement(self) -> None:
-        """Note that somebody else replaces the memory of the parameter."""
-        self.replacements += 1
-
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket

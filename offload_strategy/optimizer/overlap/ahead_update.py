@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
@@ -47,14 +48,11 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     def own(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.clone()
-        if type(value) is dict:
-            return {key: own(each) for key, each in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(own, value))
         changeable = isinstance(value, list | dict | set) or hasattr(value, "__array__")
         return copy(value) if changeable else value
 
-    return {name: own(value) for name, value in group.items() if name != "params"}
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return tree_map(own, settings)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,18 +130,14 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
 
     def equal(one: Any, other: Any) -> bool:
-        kinds = type(one), type(other)
-        if kinds == (dict, dict):
-            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-        if kinds in ((list, list), (tuple, tuple)):
-            return len(one) == len(other) and all(map(equal, one, other))
         tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
         try:
             return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
         except Exception:  # such as arrays, whose comparison is an array
             return False
 
-    return equal(before, now)
+    (values, form), (others, other_form) = tree_flatten(before), tree_flatten(now)
+    return form == other_form and all(map(equal, values, others))
 
 
 @torch.no_grad()
