@@ -26,6 +26,7 @@ import torch
 from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import ForwardRecord, SavedItem, Trace, UseOrder
 from offload_strategy.activations.tier_writes import batch_bytes
+from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import MiB
@@ -124,7 +125,8 @@ class Prefetcher:
         self._limit_bytes = limit_bytes
         self.history = UseOrderHistory()
         self._margin = _FIRST_MARGIN
-        self._speed = _Speed()
+        self._loads = RecentRate()
+        self._last_load_end = 0.0
         self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
@@ -208,7 +210,10 @@ class Prefetcher:
         if absent or waited > _WORTH_SECONDS:  # its write could not be cancelled
             trace.waited += waited
         if ticket.entry.load_times is not None:
-            self._speed.add(ticket.nbytes, *ticket.entry.load_times)
+            begin, end = ticket.entry.load_times
+            if end > self._last_load_end:
+                self._loads.add(ticket.nbytes, end - max(begin, self._last_load_end))
+                self._last_load_end = end
         return payload
 
     def used(self, item: SavedItem) -> None:
@@ -313,7 +318,10 @@ class Prefetcher:
 
     def _begin_at(self, due: float, nbytes: int) -> float:
         """Return when loads of so many bytes must begin in order to be over at `due`."""
-        return due - _LATENCY_SECONDS - self._margin * self._speed.seconds(nbytes)
+        rate = self._loads.rate
+        # At an unknown rate nothing can wait.
+        seconds = nbytes / rate if rate else math.inf
+        return due - _LATENCY_SECONDS - self._margin * seconds
 
     def _fetch(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Prefetch items after a place; return whether those are all that are left."""
@@ -383,22 +391,3 @@ class Prefetcher:
             room -= item.ticket.nbytes
             if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
                 return
-
-
-class _Speed:
-    """The recent rate of loads."""
-
-    def __init__(self) -> None:
-        self._nbytes = self._seconds = self._last_end = 0.0
-
-    def add(self, nbytes: int, queued_at: float, finished_at: float) -> None:
-        if finished_at <= self._last_end:
-            return
-        busy = finished_at - max(queued_at, self._last_end)
-        self._last_end = finished_at
-        self._nbytes = 0.9 * self._nbytes + nbytes
-        self._seconds = 0.9 * self._seconds + busy
-
-    def seconds(self, nbytes: int) -> float:
-        # Of an unknown speed: nothing can wait.
-        return nbytes * self._seconds / self._nbytes if self._nbytes else math.inf

@@ -33,6 +33,7 @@ from offload_strategy.optimizer.states.subgroups import (
     Subgroup,
     UnpackedStates,
     lay_out,
+    views_of,
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights
 from offload_strategy.optimizer.user_class.inner_step import (
@@ -163,7 +164,7 @@ class Updater:
                     memory = [pool.count_waiting(torch.empty_like(weight)) for weight in rest]
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
-                    memory = [segment.view(flat) for segment in segments]
+                    memory = views_of(flat, segments)
                 others = iter(memory)
                 copies = [
                     self.weights.buffer_like(weight, device) if place in contents else next(others)
@@ -229,7 +230,7 @@ class Updater:
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
                 if ahead_update.ticket is not None:
                     flat = self._store.take(ahead_update.ticket)
-                    new_weights = [segment.view(flat) for segment in ahead_update.segments]
+                    new_weights = views_of(flat, ahead_update.segments)
                 self.has_begun = True
                 copied = [place for place in places if place not in stored]
                 for place, new in zip(copied, new_weights, strict=True):
@@ -387,7 +388,7 @@ class Updater:
             yield from [held.small[each.slice_index][each.name] for each in held.stored]
         else:
             flat = self._store.get(ticket)
-            yield from [each.segment.view(flat) for each in subgroup.states.stored]
+            yield from views_of(flat, [each.segment for each in subgroup.states.stored])
             self._store.evict(ticket)
 
     def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:

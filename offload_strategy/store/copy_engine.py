@@ -8,18 +8,26 @@ device may be far behind; the allocator gives the memory to what the compute str
 the other direction memory is allocated on the compute stream, and the incoming copy waits until
 the device has reached the point at which the host asked for it. So neither direction needs more
 device memory than these windows, however far the host is ahead, and the host waits for nothing.
+
+[Note: many small tensors]
+To launch a copy takes the host longer than the link needs for a small tensor. So what is copied
+together is gathered in one buffer on the device, by one kernel, and crosses the link in one copy;
+the other way it comes in one copy, and the tensors are views of the buffer where it arrived.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
+from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, TicketState
 from offload_strategy.torch_support.accelerator import (
@@ -29,13 +37,17 @@ from offload_strategy.torch_support.accelerator import (
     is_asynchronous,
     using_stream,
 )
-from offload_strategy.units import MiB
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
-#: By how much what is known of the rate of copies counts less after each further copy.
-_DECAY = 0.9
+#: Tensors that are copied together, from which on they share a buffer on the device.
+_MANY = 4
+#: By how much more they may lie apart in the buffer of the host than they are large together.
+_MOST_SPREAD = 1.25
+#: Largest such buffer on the way to the host.
+_GATHERED_BYTES = 8 * MiB
 
 
 class CopyEngine:
@@ -46,8 +58,7 @@ class CopyEngine:
         self.asynchronous = is_asynchronous(device)
         self._lock = threading.Lock()
         self._largest = 0
-        # Of the latest copies to the host.
-        self._copied_bytes = self._copying_seconds = 0.0
+        self._outgoing = RecentRate()
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
         self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
@@ -76,14 +87,18 @@ class CopyEngine:
         self,
         entries: Sequence[Entry],
         sources: Sequence[torch.Tensor],
-        hosts: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
         compute: torch.Stream | None,
         after: torch.Event | None = None,
     ) -> None:
-        """Start to copy entries' sources to host buffers; `copied` is set if that takes time.
+        """Start to copy entries' flat sources to a host buffer, each to whole pages of its own.
 
-        If others are copied into the buffers, it starts `after` the end of that.
+        `copied` is set if that takes time. If others are copied into the buffer, it starts `after`
+        the end of that.
         """
+        hosts = _parts_of(buffer, entries)
+        for entry, host in zip(entries, hosts, strict=True):
+            entry.payload = host
         if not self.asynchronous:
             for entry, host, source in zip(entries, hosts, sources, strict=True):
                 host.copy_(source)
@@ -91,6 +106,15 @@ class CopyEngine:
             return
         compute = compute or current_stream(self.device)
         outgoing, _ = self._copying(compute)
+        leaving = list(zip(hosts, sources, strict=True))
+        if len(entries) >= _MANY and buffer.nbytes <= _GATHERED_BYTES:
+            with using_stream(compute):
+                gathered = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self.device)
+                parts = _parts_of(gathered, entries)
+                torch._foreach_copy_(parts, sources)
+            for entry, part in zip(entries, parts, strict=True):
+                entry.source = part
+            leaving = [(buffer, gathered)]
         outgoing.wait_event(compute.record_event())
         if after is not None:
             outgoing.wait_event(after)
@@ -98,7 +122,7 @@ class CopyEngine:
         done = torch.Event(self.device, enable_timing=True, blocking=True)
         with using_stream(outgoing):
             begun.record(outgoing)
-            for host, source in zip(hosts, sources, strict=True):
+            for host, source in leaving:
                 host.copy_(source, non_blocking=True)
             done.record(outgoing)
         for source in sources:
@@ -121,7 +145,7 @@ class CopyEngine:
     @property
     def outgoing_rate(self) -> float | None:
         """Bytes per second of the latest copies to the host by the device's clock, if known."""
-        return self._copied_bytes / self._copying_seconds if self._copying_seconds else None
+        return self._outgoing.rate
 
     def _window(self) -> ReleaseWindow[CopyOut] | None:
         """Return the window of this thread's stream, if anything was copied from there."""
@@ -152,9 +176,7 @@ class CopyEngine:
             while self._released and self._released[0].done.query():
                 copy = self._released.popleft()
                 nbytes = sum(entry.nbytes for entry in copy.entries)
-                self._copied_bytes = _DECAY * self._copied_bytes + nbytes
-                seconds = elapsed_seconds(copy.begun, copy.done)
-                self._copying_seconds = _DECAY * self._copying_seconds + seconds
+                self._outgoing.add(nbytes, elapsed_seconds(copy.begun, copy.done))
                 for entry in copy.entries:
                     entry.copied = None
 
@@ -215,15 +237,15 @@ class CopyEngine:
         self, hosts: Sequence[torch.Tensor], after: Sequence[torch.Event | None]
     ) -> list[DeviceCopy]:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
-        compute, sizes = current_stream(self.device), [host.numel() for host in hosts]
-        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        compute = current_stream(self.device)
+        tensors, arriving = self._memory_for(hosts)
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
         for event in filter(None, dict.fromkeys(after)):
             incoming.wait_event(event)
         done = torch.Event(self.device)
         with using_stream(incoming):
-            for tensor, host in zip(tensors, hosts, strict=True):
+            for tensor, host in arriving:
                 tensor.copy_(host, non_blocking=True)
             done.record(incoming)
         awaited_by: set[int] = set()
@@ -232,6 +254,22 @@ class CopyEngine:
             # The incoming stream writes the memory until then, whoever drops the copies.
             self._loads.append((done, copies, hosts))
         return copies
+
+    def _memory_for(
+        self, hosts: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return memory on the device for flat tensors of the host, and what to copy into what."""
+        empty = partial(torch.empty, dtype=torch.uint8, device=self.device)
+        sizes, begins = [host.numel() for host in hosts], [host.storage_offset() for host in hosts]
+        first, end = min(begins), max(map(operator.add, begins, sizes))
+        storages = {host.untyped_storage()._cdata for host in hosts}
+        if len(hosts) < _MANY or len(storages) > 1 or end - first > _MOST_SPREAD * sum(sizes):
+            tensors = [empty(nbytes) for nbytes in sizes]
+            return tensors, list(zip(tensors, hosts, strict=True))
+        buffer, whole = empty(end - first), torch.empty(0, dtype=torch.uint8)
+        whole.set_(hosts[0].untyped_storage(), first, (end - first,))
+        tensors = [buffer.narrow(0, b - first, n) for b, n in zip(begins, sizes, strict=True)]
+        return tensors, [(buffer, whole)]
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
@@ -273,6 +311,19 @@ class CopyEngine:
             self._released.clear()
             self._windows.clear()
             self._loads.clear()
+
+
+def sizes_in_buffer(entries: Sequence[Entry]) -> list[int]:
+    """Return the bytes of entries in a buffer: whole pages for each of several."""
+    if len(entries) == 1:
+        return [entries[0].nbytes]
+    return [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
+
+
+def _parts_of(buffer: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    sizes = sizes_in_buffer(entries)
+    parts = zip(buffer.split(sizes), sizes, entries, strict=True)
+    return [p if e.nbytes == size else p[: e.nbytes] for p, size, e in parts]
 
 
 class CopyEngines(dict[torch.device, CopyEngine]):

@@ -13,11 +13,12 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
+from offload_strategy.store.copy_engine import sizes_in_buffer
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
 from offload_strategy.store.ticket_registry import StorePart
 from offload_strategy.store.tiers import MemoryTier, PathTier
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES, KiB, round_up
+from offload_strategy.units import PAGE_BYTES, KiB
 
 #: For smaller payloads a copy costs less than another page on the disk.
 _WORTH_BYTES = 64 * KiB
@@ -132,10 +133,9 @@ class Writer(StorePart):
         compute: torch.Stream | None,
         replaced: Entry | None,
     ) -> None:
-        """Start to copy the sources of entries to one host buffer, of whole pages for each."""
+        """Start to copy the sources of entries to one host buffer."""
         engine = self.copies[entries[0].device]
-        sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
-        nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
+        nbytes = sum(sizes_in_buffer(entries))
         buffer, after = None, None
         if replaced is not None and (kept := replaced.buffer) is not None:
             replaced.buffer = None
@@ -143,14 +143,8 @@ class Writer(StorePart):
                 buffer, after = kept, replaced.copied
         if buffer is None:
             buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
-        hosts: Sequence[torch.Tensor] = [buffer]
-        if len(sizes) > 1:
-            parts = zip(buffer.split(sizes), sizes, entries, strict=True)
-            hosts = [h if e.nbytes == size else h[: e.nbytes] for h, size, e in parts]
-        for entry, host in zip(entries, hosts, strict=True):
-            entry.payload = host
         sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
-        engine.copy_out(entries, sources, hosts, compute, after)
+        engine.copy_out(entries, sources, buffer, compute, after)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""

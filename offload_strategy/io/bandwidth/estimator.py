@@ -8,6 +8,8 @@ from offload_strategy.telemetry import Direction
 
 #: Seconds of busy time after which an observation counts half.
 _HALF_LIFE_SECONDS = 0.5
+#: By how much the transfers of a `RecentRate` count less after each further one.
+_DECAY = 0.9
 #: A seed (the rate of an earlier run or a probe) counts as much as this many seconds.
 _SEED_SECONDS = 0.25
 
@@ -27,6 +29,24 @@ class Transferred(NamedTuple):
     seconds: float = 0.0
 
 
+class RecentRate:
+    """The rate of the latest transfers: each counts more than those before it."""
+
+    def __init__(self, nbytes: float = 0.0, seconds: float = 0.0) -> None:
+        self._sums = Transferred(nbytes, seconds)
+
+    def add(self, nbytes: float, seconds: float, decay: float = _DECAY) -> None:
+        """Add a transfer, after which all earlier ones count less by a factor."""
+        before = self._sums
+        self._sums = Transferred(before.nbytes * decay + nbytes, before.seconds * decay + seconds)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second, or None while nothing is known."""
+        nbytes, seconds = self._sums
+        return nbytes / seconds if seconds > 0 else None
+
+
 class BandwidthEstimator:
     """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
 
@@ -41,7 +61,7 @@ class BandwidthEstimator:
     """
 
     def __init__(self) -> None:
-        self._recent = dict.fromkeys(Direction, Transferred())
+        self._recent = {direction: RecentRate() for direction in Direction}
         self._sustained = dict.fromkeys(Direction, Transferred())
         # Since when a direction's queue has not been empty.
         self._full_since: dict[Direction, float | None] = dict.fromkeys(Direction)
@@ -53,7 +73,7 @@ class BandwidthEstimator:
         """Begin with known rates in bytes per second; None where none is known."""
         for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
             if rate is not None:
-                self._recent[direction] = Transferred(rate * _SEED_SECONDS, _SEED_SECONDS)
+                self._recent[direction] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def begins(self, now: float, *, saturated: bool) -> float:
         """Record a request, which may take the last slot; return the saturated seconds so far."""
@@ -76,11 +96,8 @@ class BandwidthEstimator:
         busy = self.begins(now, saturated=saturated)
         share = (busy - busy_before) / (now - begun) if now > begun else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
-        before = self._recent[direction]
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
-        self._recent[direction] = Transferred(
-            before.nbytes * decay + nbytes * min(1.0, share), before.seconds * decay + seconds
-        )
+        self._recent[direction].add(nbytes * min(1.0, share), seconds, decay)
 
     def add_sustained(
         self, direction: Direction, nbytes: int, now: float, *, full: bool, continues: bool
@@ -102,8 +119,7 @@ class BandwidthEstimator:
 
     def rate(self, direction: Direction) -> float | None:
         """Current bytes per second of a direction, or None while nothing is known."""
-        nbytes, seconds = self._recent[direction]
-        return nbytes / seconds if seconds > 0 else None
+        return self._recent[direction].rate
 
     def round_trip(self) -> float | None:
         """Bytes per second for bytes that are written once and read once, or None if unknown."""
