@@ -334,6 +334,32 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
         assert waits == {}, "a steady step neither waits for the device nor pins memory"
 
 
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+def test_small_tensors_cross_the_link_together(disk):
+    """Of 200 tensors of 16 KiB: copies of 4 MiB each, without what the host reads of results."""
+
+    def run(engine):
+        model = Deep(200).to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+        x = torch.ones(4096, device=DEVICE, requires_grad=True)
+        found = []
+        for _ in range(3):
+            device_module.counts(reset=True)
+            x.grad = None
+            model(x).sum().backward()
+            found.append(device_module.counts())
+        return x.grad.cpu(), found[-1]
+
+    config = settings(disk, "1GiB", optimizer={"enabled": False}, memory={"pinned": "1GiB"})
+    config["activations"] = {"min_size": 1, "budget": "100%"}
+    with OffloadEngine(config) as engine:
+        got, counts = run(engine)
+    assert torch.equal(got, run(None)[0])
+    assert 1 <= counts["async:copy DtoH"] <= 8
+    assert counts["async:copy HtoD"] <= 24, counts
+
+
 def counted(engine, scaled):
     """Synchronising calls and registrations of host memory in the last step, by any thread."""
     model = make(32, 2)

@@ -169,7 +169,7 @@ MUTANTS = {
             "outgoing.wait_event(compute.record_event())"
         ),
         "the end of a copy to the host is recorded before it": recorded(
-            "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
+            "host, source in leaving:\n                host.copy_(source",
             "done.record(outgoing)",
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
@@ -180,20 +180,23 @@ MUTANTS = {
             "compute.wait_event(copy.done)"
         ),
         "the end of a copy to the device is recorded before it": recorded(
-            "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
+            "tensor, host in arriving:\n                tensor.copy_(host",
             "done.record(incoming)",
         ),
         "a host buffer is free before the copy out of it is over": (
             "self._loads.append((done, copies, hosts))"
         ),
         "loaded memory belongs to the incoming stream": (
-            "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) "
-            "for n in sizes]\n"
+            "        tensors, arriving = self._memory_for(hosts)\n"
             "        _, incoming = self._copying(compute)\n"
             "        incoming.wait_event(compute.record_event())\n",
             "        _, incoming = self._copying(compute)\n"
-            "        with using_stream(incoming):\n            tensors = ["
-            "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
+            "        with using_stream(incoming):\n"
+            "            tensors, arriving = self._memory_for(hosts)\n",
+        ),
+        "small tensors are gathered before they are computed": (
+            "with using_stream(compute):",
+            "with using_stream(outgoing):",
         ),
         "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
         "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
