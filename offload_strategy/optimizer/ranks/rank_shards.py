@@ -14,8 +14,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
-from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts, WeightSharing
 from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
@@ -81,7 +80,7 @@ class RankShards:
     def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
         """Assign each subgroup in turn to the rank that has the fewest elements so far.
 
-        Subgroups with slices of one streamed weight go to one rank: see weight_sharing.py.
+        Subgroups with slices of one streamed weight go to one rank: no other can store it.
         """
         group = self._sharding_group
         if group is None:
