@@ -106,8 +106,6 @@ class Updater:
                 index: gradient_values(subgroup.slices[index].parameter)
                 for index in with_gradient(subgroup)
             }
-        if not gradients:
-            return
         with self._measured() as record:
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.writable, record)
@@ -224,7 +222,10 @@ class Updater:
         ]
         with self._measured():
             with self._residency.resident([parameters[place] for place in places], changes=True):
-                if not ahead_update.is_unchanged(places):
+                unchanged = ahead_update.unchanged
+                if unchanged is None:
+                    unchanged = not places or bool(ahead_update.bits_match(places))
+                if not unchanged:
                     self.drop(ahead_update)
                     return False
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()

@@ -132,9 +132,7 @@ class GradientReductions:
 def _all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     """Average a bucket over all ranks, as DDP does by itself: scaled first, then summed."""
     buffer = bucket.buffer().mul_(1.0 / state.size)
-    work = dist.all_reduce(buffer, group=state.process_group, async_op=True)
-    assert work is not None
-    future = work.get_future()
+    future = dist.all_reduce(buffer, group=state.process_group, async_op=True).get_future()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for listener in state.listeners:
         listener.add(future, pairs, bucket.is_last())

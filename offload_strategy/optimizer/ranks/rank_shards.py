@@ -121,17 +121,15 @@ class RankShards:
         group, weights = self._sharding_group, self._updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
-        if self._sharing is None and weights.streams and group.on_one_machine():
+        if self._sharing is None and weights.streams and group.ranks().on_one_machine:
             self._sharing = WeightSharing(group, weights.residency)
         sharing = self._sharing
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
         flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        if sharing is not None:
-            flags += [not sharing.can_share(parameter) for parameter in parameters.values()]
-        flags = group.any_rank(flags)
-        changing = [s for s, has_gradient in zip(subgroups, flags, strict=False) if has_gradient]
-        unshared = flags[len(subgroups) :] or [True for _ in parameters]
-        sent = {key for key, is_sent in zip(parameters, unshared, strict=True) if is_sent}
+        flags += [sharing is None or not sharing.can_share(p) for p in parameters.values()]
+        found = iter(group.any_rank(flags))
+        changing = [s for s in subgroups if next(found)]
+        sent = {key for key in parameters if next(found)}
         return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states
