@@ -33,6 +33,7 @@ from offload_strategy.optimizer.states.subgroups import (
     Subgroup,
     UnpackedStates,
     lay_out,
+    own_state,
     views_of,
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights
@@ -373,13 +374,18 @@ class Updater:
         return generator.manual_seed(subgroup.number << 32 | old.updates)
 
     # ------------------------------------------------------------------ states as a whole
-    def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
-        """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
-        # Where the optimizer counts its steps, a resumed run goes on with the same random numbers.
-        steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
-        done = max((int(step) for step in steps if step.numel() == 1), default=0)
-        unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), states)
-        self._set_states(subgroup, self._pack(subgroup, unpacked))
+    def replace_states(
+        self, states: Mapping[torch.Tensor, State], subgroups: Iterable[Subgroup]
+    ) -> None:
+        """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
+        for subgroup in subgroups:
+            given = [(each, states.get(each.parameter, {})) for each in subgroup.slices]
+            own = [own_state(each, state, self.precision) for each, state in given]
+            # Where the optimizer counts steps, a resumed run goes on with the same random numbers.
+            steps = [torch.as_tensor(state["step"]) for state in own if "step" in state]
+            done = max((int(step) for step in steps if step.numel() == 1), default=0)
+            unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), own)
+            self._set_states(subgroup, self._pack(subgroup, unpacked))
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""

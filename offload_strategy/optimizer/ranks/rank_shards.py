@@ -32,7 +32,7 @@ class RankShards:
         self._registry = registry
         self._seen_changes = -1
         self._has_gradients = False
-        self._updater = updater
+        self.updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
@@ -92,7 +92,7 @@ class RankShards:
             known = [owners[each] for each in parameters if each in owners]
             subgroup.owner = known[0] if known else elements.index(min(elements))
             elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
-            if self._updater.weights.streams:
+            if self.updater.weights.streams:
                 owners.update(dict.fromkeys(parameters, subgroup.owner))
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
@@ -118,7 +118,7 @@ class RankShards:
 
     def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
-        group, weights = self._sharding_group, self._updater.weights
+        group, weights = self._sharding_group, self.updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
         if self._sharing is None and weights.streams and group.ranks().on_one_machine:
@@ -208,9 +208,9 @@ class RankShards:
         """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""
         owner = subgroup.owner
         if group is None:
-            yield from self._updater.values(subgroup)
+            yield from self.updater.values(subgroup)
         elif owner == group.rank:
-            for values in self._updater.values(subgroup):
+            for values in self.updater.values(subgroup):
                 group.wait(group.broadcast(values.contiguous(), owner))
                 yield values
         else:
