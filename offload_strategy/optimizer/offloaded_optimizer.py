@@ -31,7 +31,7 @@ from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
-from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
+from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -115,9 +115,6 @@ class OffloadedOptimizer(Optimizer):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    param_groups = of_inner("param_groups")  # frameworks replace them when they load
-    defaults = of_inner("defaults")
-
     @property
     def state(self) -> Any:
         """Parameter -> state dict; reading loads copies."""
