@@ -30,7 +30,7 @@ from offload_strategy.optimizer.state_dicts import StateView, load_wrapped
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
+from offload_strategy.optimizer.updated_weights import WeightResidency
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
@@ -89,9 +89,8 @@ class OffloadedOptimizer(Optimizer):
         self._is_elementwise = cache(
             lambda index: is_elementwise(inner, inner.param_groups[index], precision)
         )
-        weights = UpdatedWeights(store, tiers, residency)
         self._updater = Updater(
-            inner, store, tiers, new_weight_tiers, precision, weights, self._is_elementwise
+            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)

@@ -36,7 +36,7 @@ from offload_strategy.optimizer.states.subgroups import (
     own_state,
     views_of,
 )
-from offload_strategy.optimizer.updated_weights import UpdatedWeights
+from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
     rehearse,
@@ -61,7 +61,7 @@ class Updater:
         tiers: Sequence[Tier],
         new_weight_tiers: Sequence[Tier],
         precision: Precision,
-        weights: UpdatedWeights,
+        residency: WeightResidency | None,
         is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
@@ -70,9 +70,9 @@ class Updater:
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
-        self.weights = weights
-        self._residency = weights.residency
-        self.streams = UpdateStreams(enabled=not weights.streams)
+        self.weights = UpdatedWeights(store, tiers, residency)
+        self._residency = self.weights.residency
+        self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()

@@ -284,8 +284,7 @@ def _edit_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradients, *rest = args
-    found = rest[0] if op is UNSCALE else None
-    arguments = rest[1:] if op is UNSCALE else rest
+    found, *arguments = rest if op is UNSCALE else [None, *rest]
     # One number for each gradient, or the same for all of them.
     each = arguments[0] if op in WITH_A_NUMBER_EACH else None
     numbers = arguments if each is None else each

@@ -98,8 +98,7 @@ class GradientReductions:
 
     def _end(self) -> None:
         seen, self._seen = self._seen, {}
-        for parameter in self._dp_group.unused_parameters():
-            seen.setdefault(id(parameter), parameter)
+        seen |= {id(parameter): parameter for parameter in self._dp_group.unused_parameters()}
         self._passes.end()
         self._reducing.clear()
         if not self._listens:
