@@ -266,7 +266,6 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 # ---------------------------------------------------------------------- recorded edits
 def _records(value: object) -> bool:
-    """Whether edits of this tensor are recorded."""
     return (
         isinstance(value, OffloadedGradient)
         and not value.backing.is_materialized
