@@ -59,6 +59,7 @@ class DataParallelGroup:
         self.process_group = module.process_group
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
+        self._device: torch.device = module.device
         self.shards_states = shards_states and self.size > 1
         self._directory: RankDirectory | None = None
 
@@ -79,7 +80,7 @@ class DataParallelGroup:
     def any_rank(self, own: Sequence[bool]) -> list[bool]:
         """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
         self.ranks()
-        flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
+        flags = torch.tensor(own, dtype=torch.uint8, device=self._device)
         self.wait(dist.all_reduce(flags, dist.ReduceOp.MAX, self.process_group, async_op=True))
         return [bool(flag) for flag in flags.tolist()]
 
@@ -131,8 +132,8 @@ class DataParallelGroup:
     def broadcast_metadata(self, value: StateSet, owner: int) -> StateSet:
         """The owner's metadata of states, which are small, on all ranks."""
         box = [value]
-        device = self._device()
-        dist.broadcast_object_list(box, group=self.process_group, group_src=owner, device=device)
+        group, device = self.process_group, self._device
+        dist.broadcast_object_list(box, group=group, group_src=owner, device=device)
         return box[0]
 
     def barrier(self, call: str) -> None:
@@ -155,11 +156,6 @@ class DataParallelGroup:
         if self._directory is None:  # the first collective that all ranks run together
             self._directory = RankDirectory(self.process_group)
         return self._directory
-
-    def _device(self) -> torch.device:
-        module = self.module()
-        first = None if module is None else next(module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
 
 
 class GroupRegistry:
