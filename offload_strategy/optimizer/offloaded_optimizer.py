@@ -26,17 +26,12 @@ from offload_strategy.optimizer.overlap.overlap_modes import (
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
-from offload_strategy.optimizer.state_dicts import (
-    StateView,
-    load_wrapped,
-    replace_all_states,
-    unwrap_tensors,
-)
+from offload_strategy.optimizer.state_dicts import StateView, load_wrapped
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
+from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
-from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
+from offload_strategy.optimizer.updated_weights import WeightResidency
+from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -94,9 +89,8 @@ class OffloadedOptimizer(Optimizer):
         self._is_elementwise = cache(
             lambda index: is_elementwise(inner, inner.param_groups[index], precision)
         )
-        weights = UpdatedWeights(store, tiers, residency)
         self._updater = Updater(
-            inner, store, tiers, new_weight_tiers, precision, weights, self._is_elementwise
+            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
@@ -114,15 +108,12 @@ class OffloadedOptimizer(Optimizer):
         self._closed = False
         self._claim = claim
         self._has_lazy = any(map(is_lazy, self.parameters()))
-        self._state = StateView(self._updater, self._current_subgroups, self._rank_shards)
+        self._state = StateView(self._current_subgroups, self._rank_shards)
         self._register_hooks()
         if any(inner.state.values()):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    param_groups = of_inner("param_groups")  # frameworks replace them when they load
-    defaults = of_inner("defaults")
-
     @property
     def state(self) -> Any:
         """Parameter -> state dict; reading loads copies."""
@@ -294,7 +285,7 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         self._discard_updates()
         subgroups = self._current_subgroups()
-        replace_all_states(self.inner.state, self._rank_shards.own(subgroups), self._updater)
+        self._updater.replace_states(self.inner.state, self._rank_shards.own(subgroups))
         own = self.inner.state
         for parameter in self.parameters():
             if own.pop(parameter, None) and is_lazy(parameter):
@@ -336,7 +327,7 @@ class OffloadedOptimizer(Optimizer):
         if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
             self._assign_owners()
-            replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
+            self._updater.replace_states({}, self._rank_shards.others(self._subgroups))
         parameters = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < parameters:
             self._plan()
@@ -374,11 +365,11 @@ class OffloadedOptimizer(Optimizer):
             self._updater.drop(ahead_update)  # those of `eager` have been made
         self._discard_updates()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
-        replace_all_states({}, self._rank_shards.own(subgroups), self._updater)
+        self._updater.replace_states({}, self._rank_shards.own(subgroups))
         self._is_elementwise.cache_clear()
         subgroups.clear()
         self._plan()
-        replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
+        self._updater.replace_states(states, self._rank_shards.own(subgroups))
         for gone in self._hooks.keys() - {key for _, key in wanted}:
             self._hooks.pop(gone).remove()
         self._register_hooks()
@@ -413,7 +404,7 @@ class OffloadedOptimizer(Optimizer):
             return
         self._closed = True
         self._unhook()
-        replace_all_states({}, self._rank_shards.own(self._subgroups), self._updater)
+        self._updater.replace_states({}, self._rank_shards.own(self._subgroups))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -33,9 +33,10 @@ from offload_strategy.optimizer.states.subgroups import (
     Subgroup,
     UnpackedStates,
     lay_out,
+    own_state,
     views_of,
 )
-from offload_strategy.optimizer.updated_weights import UpdatedWeights
+from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
     rehearse,
@@ -60,7 +61,7 @@ class Updater:
         tiers: Sequence[Tier],
         new_weight_tiers: Sequence[Tier],
         precision: Precision,
-        weights: UpdatedWeights,
+        residency: WeightResidency | None,
         is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
@@ -69,9 +70,9 @@ class Updater:
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
-        self.weights = weights
-        self._residency = weights.residency
-        self.streams = UpdateStreams(enabled=not weights.streams)
+        self.weights = UpdatedWeights(store, tiers, residency)
+        self._residency = self.weights.residency
+        self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
@@ -106,8 +107,6 @@ class Updater:
                 index: gradient_values(subgroup.slices[index].parameter)
                 for index in with_gradient(subgroup)
             }
-        if not gradients:
-            return
         with self._measured() as record:
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.writable, record)
@@ -224,7 +223,10 @@ class Updater:
         ]
         with self._measured():
             with self._residency.resident([parameters[place] for place in places], changes=True):
-                if not ahead_update.is_unchanged(places):
+                unchanged = ahead_update.unchanged
+                if unchanged is None:
+                    unchanged = not places or bool(ahead_update.bits_match(places))
+                if not unchanged:
                     self.drop(ahead_update)
                     return False
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
@@ -372,13 +374,18 @@ class Updater:
         return generator.manual_seed(subgroup.number << 32 | old.updates)
 
     # ------------------------------------------------------------------ states as a whole
-    def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
-        """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
-        # Where the optimizer counts its steps, a resumed run goes on with the same random numbers.
-        steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
-        done = max((int(step) for step in steps if step.numel() == 1), default=0)
-        unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), states)
-        self._set_states(subgroup, self._pack(subgroup, unpacked))
+    def replace_states(
+        self, states: Mapping[torch.Tensor, State], subgroups: Iterable[Subgroup]
+    ) -> None:
+        """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
+        for subgroup in subgroups:
+            given = [(each, states.get(each.parameter, {})) for each in subgroup.slices]
+            own = [own_state(each, state, self.precision) for each, state in given]
+            # Where the optimizer counts steps, a resumed run goes on with the same random numbers.
+            steps = [torch.as_tensor(state["step"]) for state in own if "step" in state]
+            done = max((int(step) for step in steps if step.numel() == 1), default=0)
+            unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), own)
+            self._set_states(subgroup, self._pack(subgroup, unpacked))
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""

@@ -218,7 +218,6 @@ class GradientBacking:
         self._norms.clear()
 
     def _pending(self) -> EditHistory:
-        """The edits that were not yet applied."""
         return EditHistory(self.history.edits[self._applied :])
 
     def _load(self) -> tuple[torch.Tensor, bool]:

@@ -139,12 +139,22 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def data(self) -> OffloadedGradient:
-        """An alias, as of a plain tensor; see `alias_of`."""
-        return alias_of(self)
+        """Another tensor of the same values: a change of one is seen in both."""
+        return self.over(self.backing, TensorMetadata.of(self))
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        set_values(self, values)
+        metadata = TensorMetadata.of(values)
+        if isinstance(values, OffloadedGradient):
+            backing = values.backing
+            if backing is self.backing and metadata == TensorMetadata.of(self):
+                return
+        else:
+            backing = GradientBacking(None, values)
+            backing.replace(values.detach())
+        # PyTorch's own setter changes shape, strides, dtype and device.
+        torch.Tensor.data.__set__(self, self.over(backing, metadata))  # type: ignore[attr-defined]
+        self.backing = backing
 
     # ------------------------------------------------------------------ as of the plain tensor
     numpy = _on_memory("numpy")
@@ -190,27 +200,6 @@ class OffloadedGradient(torch.Tensor):
 # every gradient by itself, which on accelerators rounds differently. DTensor registers itself in
 # the same way.
 _foreach_utils._foreach_supported_types.append(OffloadedGradient)
-
-
-# Functions, as methods could collide with those of PyTorch and with attributes of users.
-def alias_of(gradient: OffloadedGradient) -> OffloadedGradient:
-    """Make another tensor of the same values: a change of one is seen in both."""
-    return gradient.over(gradient.backing, TensorMetadata.of(gradient))
-
-
-def set_values(gradient: OffloadedGradient, values: torch.Tensor) -> None:
-    """Replace values, shape and dtype, as ``tensor.data = values`` does."""
-    metadata = TensorMetadata.of(values)
-    if isinstance(values, OffloadedGradient):
-        backing = values.backing
-        if backing is gradient.backing and metadata == TensorMetadata.of(gradient):
-            return
-    else:
-        backing = GradientBacking(None, values)
-        backing.replace(values.detach())
-    # PyTorch's own setter changes shape, strides, dtype and device.
-    torch.Tensor.data.__set__(gradient, gradient.over(backing, metadata))  # type: ignore[attr-defined]
-    gradient.backing = backing
 
 
 # ---------------------------------------------------------------------- gradients of parameters
@@ -271,13 +260,12 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     result = op(*plain_args, **plain_options)
     for values, gradient in changed:
         if reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
-            set_values(gradient, values)
+            gradient.data = values
     return with_gradients(result)
 
 
 # ---------------------------------------------------------------------- recorded edits
 def _records(value: object) -> bool:
-    """Whether edits of this tensor are recorded."""
     return (
         isinstance(value, OffloadedGradient)
         and not value.backing.is_materialized
@@ -295,8 +283,7 @@ def _edit_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradients, *rest = args
-    found = rest[0] if op is UNSCALE else None
-    arguments = rest[1:] if op is UNSCALE else rest
+    found, *arguments = rest if op is UNSCALE else [None, *rest]
     # One number for each gradient, or the same for all of them.
     each = arguments[0] if op in WITH_A_NUMBER_EACH else None
     numbers = arguments if each is None else each
@@ -380,6 +367,10 @@ def _like(op: OpOverload, args: Arguments, options: Options) -> Any:
     return op(like, *args[1:], **{**options, "device": device})
 
 
+_MAKES_A_TENSOR_LIKE = (
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+)
 _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
     **dict.fromkeys(FOR_ONE, _edit_one),
     **dict.fromkeys(FOR_LISTS, _edit_each),
@@ -388,17 +379,9 @@ _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
     aten.norm.Scalar: _norm_of_one,
     aten.zero_.default: _zero_one,
     aten._foreach_zero_.default: _zero_each,
-    **dict.fromkeys(operators("copy_.default", "fill_.Scalar", "fill_.Tensor"), _overwrite),
-    **dict.fromkeys(
-        operators(
-            *("empty_like.default", "zeros_like.default", "ones_like.default"),
-            *("full_like.default", "rand_like.default", "randn_like.default"),
-            *("new_empty.default", "new_empty_strided.default", "new_zeros.default"),
-            *("new_ones.default", "new_full.default"),
-        ),
-        _like,
-    ),
-    aten.detach.default: lambda op, args, options: alias_of(args[0]),
-    aten.alias.default: lambda op, args, options: alias_of(args[0]),
+    **dict.fromkeys([aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor], _overwrite),
+    **dict.fromkeys(operators(_MAKES_A_TENSOR_LIKE, ["default"]), _like),
+    aten.detach.default: lambda op, args, options: args[0].data,
+    aten.alias.default: lambda op, args, options: args[0].data,
     aten.detach_.default: lambda op, args, options: args[0],
 }

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in group.items() if name != "params"}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class StoredWeight:
+class StoredWeight(NamedTuple):
     """New values of a streamed weight, and what stood for those that went into the update."""
 
     ticket: Ticket
@@ -104,12 +103,6 @@ class AheadUpdate:
             bits = torch.stack([bits[place] for place in places])
         return (bits == sums_of_bits(weights)).all()
 
-    def is_unchanged(self, places: Sequence[int]) -> bool:
-        """Whether the weights at these positions are the same, unless it is known."""
-        if self.unchanged is None:
-            self.unchanged = not places or bool(self.bits_match(places))
-        return self.unchanged
-
     def parameters(self) -> list[torch.Tensor]:
         """Whole parameters of the slices that it updated."""
         return [self.subgroup.slices[index].parameter for index in self.indices]
@@ -131,21 +124,19 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the bits of each weight, dense or rows of a dense one."""
-    return torch.stack([_sum_of_bits(weight) for weight in weights])
+    """The sum of the bits of each weight, dense or rows of a dense one.
 
-
-def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """The sum of a dense tensor's 8-byte words as integers, and of the elements at both ends."""
-    flat = weight.detach().as_strided((weight.numel(),), (1,), weight.storage_offset())
-    itemsize = flat.element_size()
-    if itemsize >= 8:
-        return flat.view(torch.int64).sum()
-    per_word = 8 // itemsize
-    begin = min(flat.numel(), -flat.storage_offset() % per_word)
-    end = begin + (flat.numel() - begin) // per_word * per_word
-    total = flat[begin:end].view(torch.int64).sum()
-    for rest in (flat[:begin], flat[end:]):
-        if rest.numel():
-            total = total + rest.view(INTEGERS[itemsize]).sum()
-    return total
+    It is that of its 8-byte words as integers, and of the elements at both ends.
+    """
+    sums = []
+    for weight in weights:
+        flat = weight.detach().as_strided((weight.numel(),), (1,))
+        per_word = max(1, 8 // flat.element_size())
+        begin = min(flat.numel(), -flat.storage_offset() % per_word)
+        end = begin + (flat.numel() - begin) // per_word * per_word
+        total = flat[begin:end].view(torch.int64).sum()
+        for rest in (flat[:begin], flat[end:]):
+            if rest.numel():
+                total = total + rest.view(INTEGERS[flat.element_size()]).sum()
+        sums.append(total)
+    return torch.stack(sums)

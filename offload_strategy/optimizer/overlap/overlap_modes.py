@@ -26,7 +26,6 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
@@ -96,7 +95,6 @@ class RetainedGradients:
             backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
 
     def _stays(self, gradient: TensorMetadata) -> bool:
-        """Whether a gradient on the host stays where it is."""
         fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
         return gradient.device.type == "cpu" and fits
 
@@ -175,21 +173,20 @@ class CommittedUpdates(BackwardOverlap):
 
     def _update(self, subgroup: Subgroup) -> None:
         edits = self._prediction.predicted
-        ready = [subgroup.slices[index] for index in sorted(subgroup.ready)]
+        ready = {index: subgroup.slices[index] for index in sorted(subgroup.ready)}
         memory = None
-        in_memory = not self._updater.weights.streams
-        if in_memory and all(param_slice.rows is None for param_slice in ready):
-            memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
+        whole = [s.parameter for s in ready.values() if s.rows is None]
+        if len(whole) == len(ready) and not self._updater.weights.streams:
+            memory = self._retained.memory_of([self._backings[id(each)] for each in whole])
         gradients = {}
-        for index in sorted(subgroup.ready):
-            param_slice = subgroup.slices[index]
+        for index, param_slice in ready.items():
             gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
             gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
             del gradient
         with self.streams.updating(list(gradients.values())):
             self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
-        for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
+        for key in {id(param_slice.parameter) for param_slice in ready.values()}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
             if all(other in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
@@ -260,16 +257,14 @@ class EagerUpdates(BackwardOverlap):
         ready = sorted(subgroup.ready)
         gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
-        self._hold_begun([subgroup.slices[index] for index in ready])
+        sliced = [each for index in ready if (each := subgroup.slices[index]).rows is not None]
+        for parameter in {each.parameter for each in sliced}:
+            # Those of which slices are left are held, the others released.
+            left = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
+            (self._begun.add if left else self._begun.discard)(parameter)
+            self._updater.weights.residency.set_held(parameter, left)
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
-
-    def _hold_begun(self, slices: Sequence[ParameterSlice]) -> None:
-        """Hold the weights, about to be updated, of which slices are left; release the others."""
-        for parameter in {each.parameter for each in slices if each.rows is not None}:
-            begun = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
-            (self._begun.add if begun else self._begun.discard)(parameter)
-            self._updater.weights.residency.set_held(parameter, begun)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit."""

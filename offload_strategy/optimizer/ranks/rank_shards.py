@@ -14,8 +14,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
-from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts, WeightSharing
 from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
@@ -33,7 +32,7 @@ class RankShards:
         self._registry = registry
         self._seen_changes = -1
         self._has_gradients = False
-        self._updater = updater
+        self.updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
@@ -81,7 +80,7 @@ class RankShards:
     def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
         """Assign each subgroup in turn to the rank that has the fewest elements so far.
 
-        Subgroups with slices of one streamed weight go to one rank: see weight_sharing.py.
+        Subgroups with slices of one streamed weight go to one rank: no other can store it.
         """
         group = self._sharding_group
         if group is None:
@@ -93,7 +92,7 @@ class RankShards:
             known = [owners[each] for each in parameters if each in owners]
             subgroup.owner = known[0] if known else elements.index(min(elements))
             elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
-            if self._updater.weights.streams:
+            if self.updater.weights.streams:
                 owners.update(dict.fromkeys(parameters, subgroup.owner))
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
@@ -119,20 +118,18 @@ class RankShards:
 
     def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
-        group, weights = self._sharding_group, self._updater.weights
+        group, weights = self._sharding_group, self.updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
-        if self._sharing is None and weights.streams and group.on_one_machine():
+        if self._sharing is None and weights.streams and group.ranks().on_one_machine:
             self._sharing = WeightSharing(group, weights.residency)
         sharing = self._sharing
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
         flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        if sharing is not None:
-            flags += [not sharing.can_share(parameter) for parameter in parameters.values()]
-        flags = group.any_rank(flags)
-        changing = [s for s, has_gradient in zip(subgroups, flags, strict=False) if has_gradient]
-        unshared = flags[len(subgroups) :] or [True for _ in parameters]
-        sent = {key for key, is_sent in zip(parameters, unshared, strict=True) if is_sent}
+        flags += [sharing is None or not sharing.can_share(p) for p in parameters.values()]
+        found = iter(group.any_rank(flags))
+        changing = [s for s in subgroups if next(found)]
+        sent = {key for key in parameters if next(found)}
         return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states
@@ -211,9 +208,9 @@ class RankShards:
         """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""
         owner = subgroup.owner
         if group is None:
-            yield from self._updater.values(subgroup)
+            yield from self.updater.values(subgroup)
         elif owner == group.rank:
-            for values in self._updater.values(subgroup):
+            for values in self.updater.values(subgroup):
                 group.wait(group.broadcast(values.contiguous(), owner))
                 yield values
         else:

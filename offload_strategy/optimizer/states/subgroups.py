@@ -151,6 +151,42 @@ def rebuild_wrappers(state: State) -> State:
     return state
 
 
+# ---------------------------------------------------------------------- states that are given
+@dataclass(frozen=True, eq=False, slots=True)
+class OpaqueTensor:
+    """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
+
+    It would move every tensor to its parameter's device and cast it to its dtype, all at once.
+    """
+
+    tensor: torch.Tensor
+
+
+def unwrap_tensors(state: State) -> State:
+    """The same state with its tensors."""
+    return {
+        name: value.tensor if isinstance(value, OpaqueTensor) else value
+        for name, value in state.items()
+    }
+
+
+def own_state(param_slice: ParameterSlice, given: State, precision: Precision) -> State:
+    """A slice's part of its parameter's state, flattened, in its device and compute dtypes."""
+    parameter = param_slice.parameter
+    state = flatten_wrappers(param_slice.slice_state(unwrap_tensors(given)))
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not packable(value):
+            state[name] = value = value.clone()  # not a view of a memory-mapped file
+        if packable(value):
+            dtype = value.dtype
+            if isinstance(given.get(name), OpaqueTensor) and parameter.is_floating_point():
+                dtype = parameter.dtype  # as `Optimizer.load_state_dict` casts it
+            if precision.has_master(parameter) and INNER not in name:
+                dtype = precision.compute_dtype(dtype)
+            state[name] = value.to(parameter.device, dtype)
+    return state
+
+
 # ---------------------------------------------------------------------- states
 class StoredState(NamedTuple):
     """One dense state of one slice, whose stored dtype (the segment's) may be narrower."""

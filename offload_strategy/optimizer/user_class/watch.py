@@ -38,8 +38,6 @@ _DEPTH, _WIDTH = 3, 256
 #: Types of values that are compared as such, and of values that are not looked into.
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
-
-
 #: Stands for the value of what was not there.
 _ABSENT = object()
 
