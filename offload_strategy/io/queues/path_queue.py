@@ -186,7 +186,7 @@ class PathQueue:
                 self.backend.submit(requests)
             except BaseException as error:
                 for part, _, _ in in_flight.blocks:
-                    self._count_block(in_flight, part, error)
+                    self._block_done(in_flight, part, error)
 
     def _take(self, part: StripeMove) -> InFlight:
         """The next request, which begins with a part; the caller holds the lock."""
@@ -224,7 +224,7 @@ class PathQueue:
             part.state = MoveState.RUNNING
             part.started_at = self._recorder.move_started(self.tier, part.direction)
         if part.direction is Direction.READ:
-            self._path_lock.count(nbytes)
+            self._path_lock.bytes_left -= nbytes
 
     def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
         request = BlockRequest(
@@ -244,14 +244,6 @@ class PathQueue:
     def _block_done(
         self, in_flight: InFlight, part: StripeMove, error: BaseException | None
     ) -> None:
-        over = self._count_block(in_flight, part, error)
-        if over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
-            self._dispatch()
-
-    def _count_block(
-        self, in_flight: InFlight, part: StripeMove, error: BaseException | None
-    ) -> bool:
-        """Count a block as over; returns whether its whole request is."""
         with self._lock:
             now = perf_counter()
             was_saturated = self._is_saturated()
@@ -286,7 +278,8 @@ class PathQueue:
                 part.state = MoveState.DONE
         if part_over:
             self._end(part)
-        return request_over
+        if request_over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
+            self._dispatch()
 
     def _end(self, part: StripeMove) -> None:
         if part.next_block:
