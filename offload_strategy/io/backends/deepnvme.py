@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections import deque
 from contextlib import closing, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -193,9 +194,7 @@ def _write_first(aio: Any) -> None:
 
 def _build() -> Any:
     def build() -> Any:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        return AsyncIOBuilder().load(verbose=False)
+        return import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
 
     built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
     if built is None:
