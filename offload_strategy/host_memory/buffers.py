@@ -57,8 +57,6 @@ class HostBuffer:
     does not (MemAscend, section on exact-size pinned memory). Raises OffloadError without room.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
-
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         self._memory = map_private(self.nbytes)

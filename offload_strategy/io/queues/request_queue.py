@@ -135,8 +135,8 @@ class InFlight:
     queue: RequestQueue
     blocks: list[tuple[StripeMove, int, int]]
     urgent: bool
-    begun: float
-    busy_before: float = 0.0
+    #: What the path's estimator returned when it began.
+    begun: tuple[float, float] = (0.0, 0.0)
     nbytes: int = 0
     left: int = 0
 
