@@ -13,6 +13,9 @@ _DECAY = 0.9
 #: A seed (the rate of an earlier run or a probe) counts as much as this many seconds.
 _SEED_SECONDS = 0.25
 
+#: When a request began, and for how many seconds its path had been saturated until then.
+Begun = tuple[float, float]
+
 
 def round_trip_rate(read: float, write: float) -> float:
     """Bytes per second for bytes that are written once and read once: the harmonic mean.
@@ -74,21 +77,15 @@ class BandwidthEstimator:
         for direction, rate in rates.items():
             self._recent[Direction(direction)] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
-    def begins(self, now: float, *, saturated: bool) -> tuple[float, float]:
-        """Record a request, which may take the last slot; return `now` and the busy seconds."""
+    def begins(self, now: float, *, saturated: bool) -> Begun:
+        """Record a request, which may take the last slot."""
         if self._busy_since is not None:
             self._busy_seconds += now - self._busy_since
         self._busy_since = now if saturated else None
         return now, self._busy_seconds
 
     def completed(
-        self,
-        direction: Direction,
-        nbytes: int,
-        now: float,
-        begun: tuple[float, float],
-        *,
-        saturated: bool,
+        self, direction: Direction, nbytes: int, now: float, begun: Begun, *, saturated: bool
     ) -> None:
         """Record the end of a request, for which `begins` returned `begun`."""
         begun_at, busy_before = begun
