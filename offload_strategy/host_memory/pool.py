@@ -210,8 +210,7 @@ class BufferPool:
     def _idle_bytes(self) -> int:
         """Return the bytes of idle memory that `trim` can unmap."""
         self._collect()
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        return in_arena + self._idle_buffers_bytes()
+        return self._unused_bytes()
 
     def _lend_part(
         self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
@@ -226,7 +225,8 @@ class BufferPool:
 
     def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
         """Return a separate mapping, recycled or new."""
-        fitting = self._fitting(size)
+        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
+        fitting = size if self._idle.get(size) else min(larger, default=None)
         if fitting is not None:
             buffer = self._idle[fitting].pop()
             self._idle.move_to_end(fitting)
@@ -241,13 +241,6 @@ class BufferPool:
 
     def _take_back(self, buffer: HostBuffer) -> None:
         self._idle.setdefault(buffer.nbytes, []).append(buffer)
-
-    def _fitting(self, size: int) -> int | None:
-        """Return the size of an idle buffer that serves the request, or None."""
-        if self._idle.get(size):
-            return size
-        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
-        return min(larger, default=None)
 
     def _collect(self) -> None:
         while self._returned:
@@ -265,8 +258,7 @@ class BufferPool:
         idle = self._held - self._lent - self._slabs.idle_bytes()
         if self._held <= held_at_most and idle <= idle_at_most:
             return
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        idle = in_arena + self._idle_buffers_bytes()
+        idle = self._unused_bytes()
         while self._idle and (self._held > held_at_most or idle > idle_at_most):
             size, buffers = next(iter(self._idle.items()))
             if buffers:
@@ -276,8 +268,9 @@ class BufferPool:
             else:
                 del self._idle[size]
         if self._arena is not None:
-            self._arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
+            self._arena.give_up(max(self._held - held_at_most, idle - idle_at_most))
         self._slabs.give_up(self._held - held_at_most)
 
-    def _idle_buffers_bytes(self) -> int:
-        return sum(size * len(buffers) for size, buffers in self._idle.items())
+    def _unused_bytes(self) -> int:
+        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+        return in_arena + sum(size * len(buffers) for size, buffers in self._idle.items())

@@ -24,6 +24,8 @@ import tempfile
 import threading
 from collections import deque
 from contextlib import closing, suppress
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,8 @@ class DeepNvmeBackend(PosixBackend):
     default_checksum = "full"
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        self._aio = _load()
+        with _loading:
+            self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)
         self._idle_handles: deque[_Handle] = deque()
 
@@ -162,20 +165,35 @@ def _check_room_for_events(wanted: int) -> None:
         )
 
 
-_loaded: Any = None
 _loading = threading.Lock()
 
 
+@cache
 def _load() -> Any:
-    """Import DeepSpeed's code, which compiles it at the first use."""
-    global _loaded
-    with _loading:
-        if _loaded is None:
-            if (reason := unavailable_reason()) is not None:
-                raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
-            _loaded = _build()
-            _write_first(_loaded)
-        return _loaded
+    """Import DeepSpeed's code, which compiles it at the first use; the caller holds `_loading`."""
+    if (reason := unavailable_reason()) is not None:
+        raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
+
+    def build() -> Any:
+        return import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
+
+    built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
+    if built is None:
+        raise ConfigError(
+            f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
+            f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
+            f"that an earlier build left in torch's extensions directory "
+            f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
+        )
+    try:
+        aio = built.result()
+    except BaseException as error:
+        raise ConfigError(
+            f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {error}. "
+            f"It needs {_INSTALL}. Or use 'auto'."
+        ) from error
+    _write_first(aio)
+    return aio
 
 
 def _write_first(aio: Any) -> None:
@@ -189,26 +207,3 @@ def _write_first(aio: Any) -> None:
         # An error is fine, for instance if the file system does not support direct I/O.
         with tempfile.TemporaryFile() as file, suppress(OSError):
             handle.move(file.fileno(), memoryview(page), 0, write=True)
-
-
-def _build() -> Any:
-    def build() -> Any:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        return AsyncIOBuilder().load(verbose=False)
-
-    built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
-    if built is None:
-        raise ConfigError(
-            f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
-            f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
-            f"that an earlier build left in torch's extensions directory "
-            f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
-        )
-    try:
-        return built.result()
-    except BaseException as error:
-        raise ConfigError(
-            f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {error}. "
-            f"It needs {_INSTALL}. Or use 'auto'."
-        ) from error

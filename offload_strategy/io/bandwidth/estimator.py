@@ -13,6 +13,9 @@ _DECAY = 0.9
 #: A seed (the rate of an earlier run or a probe) counts as much as this many seconds.
 _SEED_SECONDS = 0.25
 
+#: When a request began, and for how many seconds its path had been saturated until then.
+Begun = tuple[float, float]
+
 
 def round_trip_rate(read: float, write: float) -> float:
     """Bytes per second for bytes that are written once and read once: the harmonic mean.
@@ -69,32 +72,25 @@ class BandwidthEstimator:
         self._busy_seconds = self._accounted_seconds = 0.0
         self._busy_since: float | None = None
 
-    def seed(self, *, read: float | None = None, write: float | None = None) -> None:
-        """Begin with known rates in bytes per second; None where none is known."""
-        for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
-            if rate is not None:
-                self._recent[direction] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
+    def seed(self, **rates: float) -> None:
+        """Begin with known rates in bytes per second, by direction (`read`, `write`)."""
+        for direction, rate in rates.items():
+            self._recent[Direction(direction)] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
-    def begins(self, now: float, *, saturated: bool) -> float:
-        """Record a request, which may take the last slot; return the saturated seconds so far."""
+    def begins(self, now: float, *, saturated: bool) -> Begun:
+        """Record a request, which may take the last slot."""
         if self._busy_since is not None:
             self._busy_seconds += now - self._busy_since
         self._busy_since = now if saturated else None
-        return self._busy_seconds
+        return now, self._busy_seconds
 
     def completed(
-        self,
-        direction: Direction,
-        nbytes: int,
-        now: float,
-        *,
-        begun: float,
-        busy_before: float,
-        saturated: bool,
+        self, direction: Direction, nbytes: int, now: float, begun: Begun, *, saturated: bool
     ) -> None:
-        """Record a request that began at `begun`, when `begins` returned `busy_before`."""
-        busy = self.begins(now, saturated=saturated)
-        share = (busy - busy_before) / (now - begun) if now > begun else 0.0
+        """Record the end of a request, for which `begins` returned `begun`."""
+        begun_at, busy_before = begun
+        _, busy = self.begins(now, saturated=saturated)
+        share = (busy - busy_before) / (now - begun_at) if now > begun_at else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._recent[direction].add(nbytes * min(1.0, share), seconds, decay)

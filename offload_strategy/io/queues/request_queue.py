@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from offload_strategy.io.bandwidth.estimator import Begun
 from offload_strategy.io.queues.checksums import Digests
 from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.telemetry import Direction
@@ -135,8 +136,7 @@ class InFlight:
     queue: RequestQueue
     blocks: list[tuple[StripeMove, int, int]]
     urgent: bool
-    begun: float
-    busy_before: float = 0.0
+    begun: Begun = (0.0, 0.0)
     nbytes: int = 0
     left: int = 0
 
