@@ -167,7 +167,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
         raise ConfigError(f"--dir: {error.filename}: {error.strerror or error}") from error
-    name, sources = f"{len(directories)} x path", {"read_GBps": "given"}
+    name, sources = f"{len(directories)} x path", {"read": "given"}
     return Drive(name, options.read, options.write, free, sources=sources)
 
 

@@ -94,7 +94,7 @@ def known_path(directory: str | Path, seconds: float = _QUICK_SECONDS) -> Drive:
             rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
             history.save_rates(of, rates)  # for the next answer, and for a run
         read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
-        return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
+        return Drive(str(path), read, write, region.free_bytes, sources={"read": source})
 
 
 def as_drives(directories: Iterable[str | Path]) -> Drive:
@@ -102,8 +102,8 @@ def as_drives(directories: Iterable[str | Path]) -> Drive:
     known = [known_path(directory, _PROBE_SECONDS) for directory in directories]
     names = ("read", "write", "capacity_bytes")
     figures = {name: sum(getattr(one, name) for one in known) for name in names}
-    source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
-    return Drive(f"{len(known)} x path", **figures, sources={"read_GBps": source})
+    source = ", ".join(f"{one.sources['read']} on {one.name}" for one in known)
+    return Drive(f"{len(known)} x path", **figures, sources={"read": source})
 
 
 def this_gpu() -> Device | None:

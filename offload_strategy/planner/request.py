@@ -144,11 +144,11 @@ class Request:
         if self.sustained_flops is not None:
             measured = "given"
         elif device.sustained_flops is not None:
-            measured = sources["sustained_tflops"]
+            measured = sources["sustained_flops"]
         else:
             share = f"{_sustained_share():.0%} of its peak, the share that {_YARDSTICK} sustains"
-            measured = f"{share}; {sources['tflops']}"
-        link = sources["measured_link_GBps" if device.measured_link else "link_GBps"]
+            measured = f"{share}; {sources['flops']}"
+        link = sources["measured_link" if device.measured_link else "link"]
         return [
             *self._ranks_assumptions(),
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",
@@ -179,7 +179,7 @@ class Request:
 
 def _drives_assumption(drives: Drive, *, duplex: bool) -> str:
     when = "both at once" if duplex else "one at a time"
-    source = f" ({drives.sources['read_GBps']})" if "read_GBps" in drives.sources else ""
+    source = f" ({drives.sources['read']})" if "read" in drives.sources else ""
     read, write = drives.read / _GB, drives.write / _GB
     return f"drives: {read:.3g} GB/s read, {write:.3g} GB/s written, {when}{source}"
 
