@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -186,19 +187,13 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
         print(_table(rows, left=3))
     for result in results:
         if result.get("sweep"):
+            rows = [("threads", *map(format_size, _SWEEP_BLOCKS))]
+            for threads, tried in itertools.groupby(result["sweep"], lambda one: one["threads"]):
+                cells = [f"{write:.2f} / {read:.2f}" for write, read in map(_gigabytes, tried)]
+                # A sweep that failed lacks the last figures.
+                rows.append((str(threads), *cells, *["-"] * (len(_SWEEP_BLOCKS) - len(cells))))
             print(f"\n{result['path']}: write / read in GB/s by threads and block size")
-            print(_table(_sweep_rows(result["sweep"]), left=1))
-
-
-def _sweep_rows(sweep: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: dict[int, list[str]] = {}
-    for one in sweep:
-        write, read = _gigabytes(one)
-        row = rows.setdefault(one["threads"], [str(one["threads"])])
-        row.append(f"{write:.2f} / {read:.2f}")
-    heading = ("threads", *map(format_size, _SWEEP_BLOCKS))
-    # A sweep that failed lacks the last figures.
-    return [heading, *((*row, *["-"] * (len(heading) - len(row))) for row in rows.values())]
+            print(_table(rows, left=1))
 
 
 def _table(rows: Sequence[Sequence[str]], left: int) -> str:

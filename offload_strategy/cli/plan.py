@@ -123,21 +123,23 @@ _ABOUT = (
 
 def _plan(options: argparse.Namespace) -> int:
     if options.script and not _is_script(options.script[0]):
-        return _plan_model(options)
+        # A model that is named without an option; options may follow it.
+        model, *rest = options.script
+        options = options.parser.parse_args(rest, options)
+        if options.script or options.model or options.config_json:
+            raise ConfigError(f"give one model: {model} is one already")
+        is_path = Path(model).exists()
+        options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
     check_search_options(options)
     if options.script:
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
-    if not options.search:
-        return _plan_here(options)
-    if not options.sequences:
-        _require(options, ["sequence"], ", or --sequences")
-    return plan_search(options, _shape(options))
-
-
-def _plan_here(options: argparse.Namespace) -> int:
-    """Plan for this machine, with the longest sequences that the model is made for."""
+    if options.search:
+        if not options.sequences:
+            _require(options, ["sequence"], ", or --sequences")
+        return plan_search(options, _shape(options))
+    # With the longest sequences that the model is made for.
     shape, source = _shape(options), "as given"
     if options.sequence is None:
         known = 0 if (options.model or "").lower() in _KINDS else shape.max_positions
@@ -149,17 +151,6 @@ def _plan_here(options: argparse.Namespace) -> int:
 def _is_script(word: str) -> bool:
     path = Path(word)
     return path.suffix == ".py" or (path.is_file() and path.suffix != ".json")
-
-
-def _plan_model(options: argparse.Namespace) -> int:
-    """Plan for a model that is named without an option; options may follow it."""
-    model, *rest = options.script
-    options = options.parser.parse_args(rest, options)
-    if options.script or options.model or options.config_json:
-        raise ConfigError(f"give one model: {model} is one already")
-    is_path = Path(model).exists()
-    options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
-    return _plan(options)
 
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
@@ -177,15 +168,10 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         return from_config(options.config_json) if kind == "" else preset(options.model)
     _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
     longest = max(options.sequences or [options.sequence or _USUAL_LENGTH])
+    usual: dict[str, Any] = {"vocabulary": _VOCABULARY[kind], "gated": kind == "llama"}
     return TransformerShape(
         kind,
-        layers=options.layers,
-        hidden=options.hidden,
-        heads=options.heads,
-        vocabulary=_VOCABULARY[kind] if options.vocabulary is None else options.vocabulary,
-        kv_heads=options.kv_heads,
-        feed_forward=options.feed_forward,
-        gated=options.gated or kind == "llama",
+        **usual | given(options, *SIZES),
         tied=kind != "llama",
         max_positions=longest,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,

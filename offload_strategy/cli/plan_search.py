@@ -30,12 +30,7 @@ from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
 from offload_strategy.planner.request import CpuRequest, Request, StateType
-from offload_strategy.planner.search.search_result import (
-    SearchResult,
-    Space,
-    config_yaml,
-    rounded,
-)
+from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml, rounded
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import format_size, markdown_list, markdown_table
@@ -232,7 +227,9 @@ def fitting(nothing: SearchResult) -> Iterator[str]:
     batch = bisect.bisect_left(
         batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
     )
-    nearest = min(nothing.refused, key=lambda placement: placement.shortage)
+    # How many times as much as there is the scarcest resource would have to be.
+    shortages = [max(need / max(1, has) for _, need, has in one.fits) for one in nothing.refused]
+    nearest = nothing.refused[shortages.index(min(shortages))]
     for what, needed, has in nearest.fits:
         if needed > has:
             yield f"{what} is {format_size(needed - has)} too small"
