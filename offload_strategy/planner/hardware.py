@@ -18,7 +18,7 @@ from typing import Any, cast
 import yaml
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.units import DAYS_PER_YEAR, parse_size
+from offload_strategy.units import DAYS_PER_YEAR, SECONDS_PER_YEAR, parse_size
 
 #: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
 #: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
@@ -64,6 +64,15 @@ class Drive:
         names = ("read", "write", "capacity_bytes", "endurance_bytes")
         more = {name: count * each for name in names if (each := getattr(self, name)) is not None}
         return replace(self, name=f"{count} x {self.name}", **more)
+
+    def lifespan_years(self, step_seconds: float, written_bytes: float) -> dict[str, float]:
+        """Return how long they last by assumption of wear; empty if their rating is not known."""
+        if (rated := self.endurance_bytes) is None:
+            return {}
+        return {
+            name: lifespan_seconds(rated, step_seconds, written_bytes, wear) / SECONDS_PER_YEAR
+            for name, wear in WEARS.items()
+        }
 
 
 def lifespan_seconds(
@@ -122,7 +131,6 @@ def table(kind: str) -> dict[str, Any]:
 
 
 def _key(name: str) -> str:
-    """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
     return re.sub(r"(\d)gi?b\b", r"\1g", "".join(words).replace(".", ""))
 

@@ -15,19 +15,11 @@ import yaml
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import WEARS, lifespan_seconds
 from offload_strategy.planner.request import LIMIT_SHARE, CpuRequest, Request, StateType
 from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
-from offload_strategy.units import (
-    SECONDS_PER_DAY,
-    SECONDS_PER_YEAR,
-    MiB,
-    format_size,
-    markdown_list,
-    markdown_table,
-)
+from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size, markdown_list, markdown_table
 
 #: Largest number of tokens of a step if no bound is given.
 USUAL_TOKENS = 1 << 20
@@ -207,15 +199,11 @@ class SearchResult:
 
     @property
     def lifespans(self) -> dict[str, float]:
-        """Years that drives of known rating last with the best settings, by assumption of wear."""
-        rated = self.request.drives.endurance_bytes
-        if rated is None or not self.candidates:
+        """Years of training that the drives last with the best settings, by assumption."""
+        if not self.candidates:
             return {}
-        step, written = self.best.step.seconds, self.best.written_bytes
-        return {
-            name: lifespan_seconds(rated, step, written, wear) / SECONDS_PER_YEAR
-            for name, wear in WEARS.items()
-        }
+        best = self.best
+        return self.request.drives.lifespan_years(best.step.seconds, best.written_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
