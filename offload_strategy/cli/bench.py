@@ -107,12 +107,9 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
         kind = getattr(file_system_of(path), "kind", "unknown")
         with _backend(options.backend, options.threads, options.block_size) as backend:
+            show = bar.part(part, f"{path}: write, read")
             rates = probe(
-                region,
-                backend,
-                seconds=options.seconds,
-                nbytes=options.size,
-                on_progress=bar.part(part, f"{path}: write, read"),
+                region, backend, seconds=options.seconds, nbytes=options.size, on_progress=show
             )
             result |= {
                 "file_system": "block device" if is_device else kind,
@@ -126,12 +123,10 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
             observed = {way: one for way, one in load_rates(of).items() if one.source == "observed"}
             save_rates(of, {**rates, **observed})
+            show = bar.part(part + 1, f"{path}: latency")
+            seconds = options.seconds / 2
             latencies = write_latencies(
-                region,
-                backend,
-                nbytes=_LATENCY_BYTES,
-                seconds=options.seconds / 2,
-                on_progress=bar.part(part + 1, f"{path}: latency"),
+                region, backend, nbytes=_LATENCY_BYTES, seconds=seconds, on_progress=show
             )
         result["write_latency"] = {
             "bytes": _LATENCY_BYTES,
@@ -142,10 +137,10 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
         sweep = result["sweep"] = list[dict[str, Any]]()
         if options.sweep:
             show = bar.part(part + 2, f"{path}: sweep")
-            kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
+            seconds = min(options.seconds, _SWEEP_SECONDS)
+            kinds = [*itertools.product(_SWEEP_THREADS, _SWEEP_BLOCKS)]
             for number, (threads, block) in enumerate(kinds, start=1):
                 with _backend(options.backend, threads, block) as backend:
-                    seconds = min(options.seconds, _SWEEP_SECONDS)
                     found = probe(region, backend, seconds=seconds, nbytes=options.size)
                 sweep.append({"threads": threads, "block_size": block, **_per_second(found)})
                 show(number / len(kinds))

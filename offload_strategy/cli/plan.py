@@ -122,14 +122,13 @@ _ABOUT = (
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.script and not _is_script(options.script[0]):
+    if options.script and not _is_script(path := Path(options.script[0])):
         # A model that is named without an option; options may follow it.
         model, *rest = options.script
         options = options.parser.parse_args(rest, options)
         if options.script or options.model or options.config_json:
             raise ConfigError(f"give one model: {model} is one already")
-        is_path = Path(model).exists()
-        options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
+        options.model, options.config_json = (None, path) if path.exists() else (model, None)
     check_search_options(options)
     if options.script:
         return plan_profile(options, profile_script(options))
@@ -148,8 +147,7 @@ def _plan(options: argparse.Namespace) -> int:
     return plan_here(options, shape, source)
 
 
-def _is_script(word: str) -> bool:
-    path = Path(word)
+def _is_script(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_file() and path.suffix != ".json")
 
 

@@ -43,8 +43,6 @@ _OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 #: Options that have an effect only with GPUs.
 _OF_GPUS = ("devices", "machines", "interconnect", "network")
-#: Options for what is between several machines, or devices, and the option that says how many.
-_BETWEEN = {"network": "machines", "interconnect": "devices"}
 #: Options that have an effect only on a profiled step, and those that have none there.
 _OF_STEP = ("device_memory", "write_plan")
 #: The sizes of a model that has no name.
@@ -74,7 +72,7 @@ def check_search_options(options: argparse.Namespace) -> None:
         refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
     if not options.search:
         refuse(options, _OPTIONS, "give --search as well, or leave it out")
-    if options.gpu not in (None, CPU) and not (options.profile or options.script):
+    if options.gpu not in (None, CPU):
         refuse(
             options,
             _OF_CPU,
@@ -108,9 +106,8 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
 
 def _space(options: argparse.Namespace) -> Space:
     if options.batch is not None:
-        refuse(
-            options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
-        )
+        why = "for a batch that is searched: leave out --batch"
+        refuse(options, ("max_batch", "max_tokens"), why)
     chosen = given(options, "batch", "max_batch", "max_tokens", "tolerance")
     if "eager" in (options.allow or ()):
         chosen["overlaps"] = get_args(Overlap)
@@ -131,7 +128,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     if gpu is None:
         why = "for GPUs, each with a rank: leave it out, or say which --device"
         refuse(options, _OF_GPUS, why)
-    for name, several in _BETWEEN.items():
+    for name, several in (("network", "machines"), ("interconnect", "devices")):
         if getattr(options, several) in (None, 1):
             why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
             refuse(options, [name], why)

@@ -55,9 +55,8 @@ def usual_directories() -> list[Path]:
     """Return the configured directories, or else one on each local disk that can be written to."""
     if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
         return [path for tier in OffloadConfig.load(None).tiers for path in tier.paths]
-    measured = [
-        Path(of.path) for of, _ in history.load_all_rates() if of.machine == platform.node()
-    ]
+    known, machine = history.load_all_rates(), platform.node()
+    measured = [Path(of.path) for of, _ in known if of.machine == machine]
     mounts = [Path(mount.mountpoint) for mount in psutil.disk_partitions()]
     found: dict[int, Path] = {}
     for path in (default_directory(), *measured, *mounts):

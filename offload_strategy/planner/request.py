@@ -70,8 +70,7 @@ class Request:
     device: Device
     drives: Drive  # Of each machine
     host_memory_bytes: int  # Of each machine
-    # FLOP/s of the device; None for the figure of the hardware table
-    sustained_flops: float | None = None
+    sustained_flops: float | None = None  # FLOP/s; None for the figure of the hardware table
     devices: int = 1  # Of each machine
     machines: int = 1
     # Bytes per second between the devices of a machine, in each direction; None for the link, which
@@ -100,11 +99,6 @@ class Request:
     def ranks(self) -> int:
         """How many processes train together, one for each device."""
         return self.machines * self.devices
-
-    @property
-    def shares_link(self) -> bool:
-        """Whether collectives of the devices of a machine go over their links to the host."""
-        return self.devices > 1 and self.interconnect is None
 
     @property
     def rates(self) -> Rates:
@@ -198,8 +192,7 @@ class Cores:
     process_bytes: int  # Bytes of a training process without the model and what belongs to it
     # Seconds of a forward and a backward pass for each parameter of a layer, besides the FLOP
     pass_seconds: float = 0.0
-    # Seconds of computation that are lost for each byte that a path moves
-    io_overhead: float = IO_OVERHEAD
+    io_overhead: float = IO_OVERHEAD  # Seconds of computation lost for each byte that moves
     sources: Mapping[str, str] = field(default_factory=dict)  # Where the figures are from, by field
 
     def __post_init__(self) -> None:
@@ -227,13 +220,12 @@ class CpuRequest:
     devices: ClassVar[int] = 1
     machines: ClassVar[int] = 1
     ranks: ClassVar[int] = 1
-    shares_link: ClassVar[bool] = False
+    interconnect: ClassVar[None] = None
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives
     memory_bytes: int  # Memory that the process may take
-    # Whether a drive reads and writes at its rates at the same time, not one after the other
-    duplex: bool = False
+    duplex: bool = False  # Whether a drive reads and writes at its rates at the same time
 
     def __post_init__(self) -> None:
         require_positive(self, "", "memory_bytes")

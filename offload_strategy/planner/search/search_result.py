@@ -52,8 +52,7 @@ class Space:
     max_tokens: int = USUAL_TOKENS  # Largest number of tokens of a step if the batch is searched
     # When the update may run; "eager" only if gradients are not clipped or read
     overlaps: tuple[Overlap, ...] = ("commit", "off")
-    # Types in which states may be stored; "bfloat16" changes numbers
-    state_dtypes: tuple[StateType, ...] = ("float32",)
+    state_dtypes: tuple[StateType, ...] = ("float32",)  # "bfloat16" changes numbers
     tolerance: float = USUAL_TOLERANCE  # Share of tokens per second that a smaller batch may cost
 
     def __post_init__(self) -> None:
