@@ -1,8 +1,5 @@
 """`ssd-offload plan MODEL`: how a machine can train it; with `--search` the fastest settings.
 
-The machine is this one, except for what options say of it. Without `--search` the batch is given,
-and the answer is in three ways, with what would make training twice as fast.
-
 [Note: three ways]
 The memory that training may take is made smaller and smaller, and each time the search finds the
 fastest settings that fit. The first are the fastest of all, the last the cheapest: with less memory
@@ -126,8 +123,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     named = options.gpu not in (None, CPU)
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
     if gpu is None:
-        why = "for GPUs, each with a rank: leave it out, or say which --device"
-        refuse(options, _OF_GPUS, why)
+        refuse(options, _OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
     for name, several in (("network", "machines"), ("interconnect", "devices")):
         if getattr(options, several) in (None, 1):
             why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
