@@ -88,6 +88,12 @@ def flags(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise a ConfigError that names those of the options that were given."""
+    if found := given(options, *names):
+        raise ConfigError(f"{flags(found)}: {why}")
+
+
 def check_writable(file: Path, force: bool) -> None:
     """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
     folder = file.absolute().parent

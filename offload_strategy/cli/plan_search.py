@@ -13,12 +13,12 @@ import bisect
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import check_writable, flags, given
+from offload_strategy.cli.options import check_writable, given, refuse
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
@@ -34,54 +34,12 @@ from offload_strategy.units import format_size, markdown_list, markdown_table
 
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
-#: Options that need `--search`.
-_OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
-#: Options that have an effect only on the CPU.
-_OF_CPU = ("update_rate", "read", "write", "duplex")
 #: Options that have an effect only with GPUs.
-_OF_GPUS = ("devices", "machines", "interconnect", "network")
-#: Options that have an effect only on a profiled step, and those that have none there.
-_OF_STEP = ("device_memory", "write_plan")
-#: The sizes of a model that has no name.
-SIZES = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "gated")
-_OF_MODEL = (
-    *("model", "config_json", *SIZES, "batch", "sequence", "gpu", "ssd", "writes_per_day"),
-    *("host_memory", *_OF_GPUS, "duplex", "tflops", "update_rate", "write_config", "dir", "force"),
-)
+OF_GPUS = ("devices", "machines", "interconnect", "network")
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
 _LESS = 0.85
 _MORE = (2, 4, 8, 16)
-
-
-def check_search_options(options: argparse.Namespace) -> None:
-    """Raise a ConfigError that names options without effect with, or without, a search."""
-    if options.script:
-        named = ("profile", "search", *_OF_MODEL)
-        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
-    else:
-        refuse(options, ("write_profile",), "for a script: name one, or leave it out")
-    if options.search and options.profile is not None:
-        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
-    if options.profile is not None:
-        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
-    elif not options.script:
-        refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
-    if not options.search:
-        refuse(options, _OPTIONS, "give --search as well, or leave it out")
-    if options.gpu not in (None, CPU):
-        refuse(
-            options,
-            _OF_CPU,
-            "no effect for a GPU, which updates states itself and uses drives of the table; leave "
-            "it out",
-        )
-
-
-def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise a ConfigError that names those of the options that were given."""
-    if found := given(options, *names):
-        raise ConfigError(f"{flags(found)}: {why}")
 
 
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
@@ -123,7 +81,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     named = options.gpu not in (None, CPU)
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
     if gpu is None:
-        refuse(options, _OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
+        refuse(options, OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
     for name, several in (("network", "machines"), ("interconnect", "devices")):
         if getattr(options, several) in (None, 1):
             why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
@@ -133,7 +91,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     if gpu is not None:
         why = f"no effect for a GPU, such as this machine's: leave it out, or say --device {CPU}"
         refuse(options, ("update_rate", "duplex"), why)
-        return Request(shape, gpu, drives, memory, options.tflops, **given(options, *_OF_GPUS))
+        return Request(shape, gpu, drives, memory, options.tflops, **given(options, *OF_GPUS))
     longest = max(options.sequences or [options.sequence])
     rates = {"flops": options.tflops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
