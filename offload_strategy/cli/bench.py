@@ -175,10 +175,8 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
         how = "direct" if one["direct"] else "buffered"
         rows.append((one["path"], one["file_system"], how, *figures, f"{one['share']:.0%}"))
     if len(rows) > 1:
-        print(
-            f"{options.backend} backend, {options.threads} threads, blocks of "
-            f"{format_size(options.block_size)}"
-        )
+        size = format_size(options.block_size)
+        print(f"{options.backend} backend, {options.threads} threads, blocks of {size}")
         print(_table(rows, left=3))
     for result in results:
         if result.get("sweep"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -229,7 +228,7 @@ def machine_growth(found: SearchResult) -> dict[int, SearchResult]:
     request, most = found.request, found.request.machines
     if isinstance(request, CpuRequest) or most == 1:
         return {}
-    fewer = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    fewer = [1 << k for k in range((most - 1).bit_length())]
     tried = {n: search(replace(request, machines=n), found.space) for n in fewer}
     return tried | {most: found}
 
