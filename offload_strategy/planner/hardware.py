@@ -32,17 +32,6 @@ WEARS = {
 
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
 _MAKERS = ("nvidia", "tesla", "geforce", "samsung", "intel", "micron", "wd")
-#: The field that a key of hardware.yaml fills, and the factor of its figure.
-_FIGURES = {
-    "tflops": ("flops", 1e12),
-    "sustained_tflops": ("sustained_flops", 1e12),
-    "link_GBps": ("link", 1e9),
-    "measured_link_GBps": ("measured_link", 1e9),
-    "read_GBps": ("read", 1e9),
-    "write_GBps": ("write", 1e9),
-    "endurance_tbw": ("endurance_bytes", 1e12),
-}
-_SIZES = {"memory": "memory_bytes", "capacity": "capacity_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,25 +119,18 @@ def table(kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, row in data[f"{kind}s"].items():
         names = map(str, (name, *row.pop("aliases")))
-        sources = {key: data["sources"][cell[1]] for key, cell in row.items()}
-        fields = _fields({key: cell[0] for key, cell in row.items()})
-        found |= dict.fromkeys(map(_key, names), maker(name, **fields, sources=sources))
+        values = {key: value for key, (value, _) in row.items()}
+        sources = {key: data["sources"][source] for key, (_, source) in row.items()}
+        figures = {key: parse_size(values[key]) for key in values if key in maker.__slots__}
+        if "drive_writes_per_day" in values:
+            days = values["rated_years"] * DAYS_PER_YEAR
+            written = values["drive_writes_per_day"] * figures["capacity_bytes"]
+            figures["endurance_bytes"] = written * days
+        found |= dict.fromkeys(map(_key, names), maker(name, **figures, sources=sources))
     return found
 
 
-def _fields(cells: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        name: float(cells[key]) * factor for key, (name, factor) in _FIGURES.items() if key in cells
-    }
-    fields |= {name: parse_size(cells[key]) for key, name in _SIZES.items() if key in cells}
-    if "drive_writes_per_day" in cells:
-        days = float(cells["rated_years"]) * DAYS_PER_YEAR
-        fields["endurance_bytes"] = cells["drive_writes_per_day"] * fields["capacity_bytes"] * days
-    return fields
-
-
 def _key(name: str) -> str:
-    """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
     return re.sub(r"(\d)gi?b\b", r"\1g", "".join(words).replace(".", ""))
 

@@ -180,4 +180,4 @@ def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, monkeypatch
     found = known_path(disk)
     assert found.read == measured["read_bytes_per_second"]
     assert found.write == measured["write_bytes_per_second"]
-    assert found.sources == {"read_GBps": "remembered"}
+    assert found.sources == {"read": "remembered"}

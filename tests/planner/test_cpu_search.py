@@ -37,7 +37,7 @@ COMMIT = dataclasses.replace(OFF, overlap="commit")
 
 
 def request(memory=2 * GiB, read=6e8, write=6e8, shape=GPT_98M, capacity=10**12, **more):
-    drive = Drive("1 x path", read, write, capacity, sources={"read_GBps": "given"})
+    drive = Drive("1 x path", read, write, capacity, sources={"read": "given"})
     return CpuRequest(shape, dataclasses.replace(CORES, **more), drive, int(memory))
 
 

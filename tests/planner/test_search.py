@@ -39,7 +39,7 @@ def drives(rate):
 def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9):
     """One on which everything is short: eight layers, of which each choice matters."""
     shape = TransformerShape("gpt", 8, 2048, 16, 8192, max_positions=1024)
-    gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": "", "sustained_tflops": ""})
+    gpu = Device("small", 2e13, memory, link, 2e13, None, {"link": "", "sustained_flops": ""})
     return Request(shape, gpu, drives(disk), host)
 
 
