@@ -102,10 +102,8 @@ def markdown_list(title: str, items: Iterable[object]) -> str:
 
 def _split(value: str | int | float, wanted: str) -> tuple[Fraction, str]:
     """Split into an exact number and a unit in lower case."""
-    match = None
-    if isinstance(value, str | int | float):
-        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
-    if match is None:  # also for True, nan and inf
+    match = isinstance(value, str | int | float) and _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+    if not match:  # also for True, nan and inf
         raise ValueError(f"{value!r} is not {wanted}")
     number, unit = Fraction(match[1].replace("_", "")), match[2].lower()
     if number < 0:

@@ -25,7 +25,7 @@ from offload_strategy.cli.plan_search import (
     plan_search,
     refuse,
 )
-from offload_strategy.engine.profile_run import profile_run
+from offload_strategy.engine.run_report import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.checkpoints.scratch_file import scratch_directories
-from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
@@ -44,19 +43,15 @@ class AttachedOptimizers:
     """The optimizers of an engine; iterates over those that are wrapped and alive."""
 
     def __init__(
-        self,
-        resources: Resources,
-        section: OptimizerConfig,
-        registry: ParameterRegistry,
-        choice: AutomaticChoice,
+        self, resources: Resources, registry: ParameterRegistry, choice: AutomaticChoice
     ) -> None:
         self._resources = resources
-        self._section = section
+        self._section = resources.config.optimizer
         self._registry = registry
         self._choice = choice
         self.stream: WeightStream | None = None
         #: Knows attached models whose ranks may shard optimizer states.
-        self.dp_groups = GroupRegistry(shards_states=section.sharding)
+        self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
             weakref.WeakKeyDictionary()

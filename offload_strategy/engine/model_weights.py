@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import is_sharded
 from offload_strategy.units import MiB, format_size
@@ -98,8 +100,9 @@ class EngineWeights:
         checkpoint = read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-        with self._resources.files(keep=adopt) as open_file:
-            loader = Loader(self._resources.store, stream, tiers, _device_for(model), open_file)
+        open_file = partial(ExternalFile, tier="checkpoint")
+        with self._resources.files(open_file, keep=adopt) as queue_of:
+            loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
     def save_weights(
