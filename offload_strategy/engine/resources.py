@@ -79,7 +79,6 @@ class Resources:
         self.memory_tiers: dict[str, MemoryTier] = {}
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []
-        self.clients: dict[Client, list[Tier]] = {}
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
         readable = [] if config.io.encryption else wanted.get("optimizer", [])
         self.state_paths = [path for tier in readable for path in tier.paths]
@@ -102,8 +101,9 @@ class Resources:
                         f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
                         f"Check the disk and the system's log, or name another directory."
                     ) from error
-            for client, names in wanted.items():
-                self.clients[client] = self._tiers_of(names)
+            self.clients: dict[Client, list[Tier]] = {
+                client: self._tiers_of(of_client) for client, of_client in wanted.items()
+            }
             # Probe unknown paths briefly where a tier must divide its bytes over several paths.
             every = itertools.chain(*self.clients.values())
             together = {queue for tier in every if len(tier.queues) > 1 for queue in tier.queues}
