@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -99,9 +98,7 @@ class AttachedOptimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
-        base: Any = OffloadedOptimizer
-        kind: Any = type(optimizer)
-        wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
+        wrapped: OffloadedOptimizer = wrapper_class(OffloadedOptimizer, type(optimizer))(
             optimizer,
             self._resources.store,
             self._resources.clients["optimizer"],

@@ -75,24 +75,13 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         return sections
 
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of the Trainer, with indices; see [Note: DeepSpeed on the CPU]."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = devices and [
-            torch.device("cpu", number) if device.type == "cpu" else device
-            for number, device in enumerate(devices)
-        ]
-
     def setup_environment(self) -> None:
-        """Create the process group, on the CPU as well."""
+        """Create the process group, on the CPU as well; see [Note: DeepSpeed on the CPU]."""
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
         assert self.accelerator is not None
+        self.parallel_devices = [torch.device("cpu", each) for each in range(self.num_processes)]
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
