@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,14 @@ class EngineWeights:
                 "process that trains."
             )
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> AbstractContextManager[None]:
         """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
 
         The weights are bit-identical to those of a plain build. The context does nothing unless
         ``parameters.enabled`` is true.
         """
         self._check_open()
-        with nullcontext() if self._stream is None else self._stream.building():
-            yield
+        return nullcontext() if self._stream is None else self._stream.building()
 
     def load_weights(
         self,

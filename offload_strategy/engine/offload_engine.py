@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
@@ -224,14 +224,11 @@ class OffloadEngine(EngineReports):
             self._activations.save_weight = save
 
     # ------------------------------------------------------------------ the loop
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Offload tensors saved in this context, such as those of a loss outside `forward`."""
         if self._activations is None or self.closed or not torch.is_grad_enabled():
-            yield
-            return
-        with self._activations.forward():
-            yield
+            return nullcontext()
+        return self._activations.forward()
 
     def microbatch(self, index: int, *, last: bool) -> None:
         """Announce a micro-batch before its forward pass.
