@@ -66,14 +66,13 @@ def parse_count(value: str | int | float) -> int:
 
 def format_size(size: int | float) -> str:
     """Write bytes for people: "512 MiB", or "1.5 GiB" with one decimal where it is needed."""
-    sign, magnitude = ("-", -size) if size < 0 else ("", size)
     unit, factor = "B", 1
     for name, value in _BINARY.items():
         # 1023.95 KiB would round to "1024 KiB": the next unit starts where rounding reaches it.
-        if magnitude >= value - value / KiB / 20:
+        if abs(size) >= value - value / KiB / 20:
             unit, factor = name, value
-    text = f"{magnitude / factor:.1f}".removesuffix(".0")
-    return f"{sign}{text} {unit}"
+    text = f"{size / factor:.1f}".removesuffix(".0")
+    return f"{text} {unit}"
 
 
 def exact_size(size: int) -> str | int:

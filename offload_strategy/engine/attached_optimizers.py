@@ -48,9 +48,7 @@ class AttachedOptimizers:
         #: Knows attached models whose ranks may shard optimizer states.
         self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-        self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._guards = weakref.WeakKeyDictionary[Optimizer, RemovableHandle]()
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
         return iter(list(self._wrapped))

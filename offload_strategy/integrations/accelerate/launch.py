@@ -115,13 +115,10 @@ def environment_for(path: str | None) -> dict[str, str]:
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
+    content = None
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError), open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
     return content if isinstance(content, Mapping) else {}
 
 
