@@ -49,8 +49,7 @@ class Resources:
             in_tiers = wanted.pop("parameters")
             others = {tier.name for tiers in wanted.values() for tier in tiers}
             wanted["parameters"] = [tier for tier in in_tiers if tier.name in others]
-        used = {tier.name for tiers in wanted.values() for tier in tiers}
-        tiers = [tier for tier in config.tiers if tier.name in used]
+        tiers = [tier for tier in config.tiers if any(tier in some for some in wanted.values())]
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
