@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.checkpoints.scratch_file import scratch_directories
-from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import (
-    UnsupportedOptimizerError,
-    check_supported,
-    wrapper_class,
-)
+from offload_strategy.optimizer.user_class import compatibility
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
@@ -44,23 +38,17 @@ class AttachedOptimizers:
     """The optimizers of an engine; iterates over those that are wrapped and alive."""
 
     def __init__(
-        self,
-        resources: Resources,
-        section: OptimizerConfig,
-        registry: ParameterRegistry,
-        choice: AutomaticChoice,
+        self, resources: Resources, registry: ParameterRegistry, choice: AutomaticChoice
     ) -> None:
         self._resources = resources
-        self._section = section
+        self._section = resources.config.optimizer
         self._registry = registry
         self._choice = choice
         self.stream: WeightStream | None = None
         #: Knows attached models whose ranks may shard optimizer states.
-        self.dp_groups = GroupRegistry(shards_states=section.sharding)
+        self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-        self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._guards = weakref.WeakKeyDictionary[Optimizer, RemovableHandle]()
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
         return iter(list(self._wrapped))
@@ -90,8 +78,8 @@ class AttachedOptimizers:
             master_weights=section.master_weights,
         )
         try:
-            supported = check_supported(optimizer, precision)
-        except UnsupportedOptimizerError as error:
+            supported = compatibility.check_supported(optimizer, precision)
+        except compatibility.UnsupportedOptimizerError as error:
             if "enabled" in section.model_fields_set or precision != Precision():
                 raise
             logger.warning(
@@ -104,9 +92,8 @@ class AttachedOptimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
-        base: Any = OffloadedOptimizer
-        kind: Any = type(optimizer)
-        wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
+        wrapper = compatibility.wrapper_class(OffloadedOptimizer, type(optimizer))
+        wrapped: OffloadedOptimizer = wrapper(
             optimizer,
             self._resources.store,
             self._resources.clients["optimizer"],

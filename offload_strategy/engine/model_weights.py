@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import is_sharded
 from offload_strategy.units import MiB, format_size
@@ -51,16 +52,14 @@ class EngineWeights:
                 "process that trains."
             )
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> AbstractContextManager[None]:
         """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
 
         The weights are bit-identical to those of a plain build. The context does nothing unless
         ``parameters.enabled`` is true.
         """
         self._check_open()
-        with nullcontext() if self._stream is None else self._stream.building():
-            yield
+        return nullcontext() if self._stream is None else self._stream.building()
 
     def load_weights(
         self,
@@ -98,8 +97,9 @@ class EngineWeights:
         checkpoint = read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-        with self._resources.files(keep=adopt) as open_file:
-            loader = Loader(self._resources.store, stream, tiers, _device_for(model), open_file)
+        open_file = partial(ExternalFile, tier="checkpoint")
+        with self._resources.files(open_file, keep=adopt) as queue_of:
+            loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
     def save_weights(

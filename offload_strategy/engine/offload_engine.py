@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
@@ -21,19 +21,19 @@ from offload_strategy.activations.forward_scope import ForwardHooks, leave_inter
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.config.directories import local_processes
-from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
+from offload_strategy.engine.run_report import observe_pass
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
-from offload_strategy.telemetry import Recorder, get_logger
+from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
@@ -76,13 +76,12 @@ class OffloadEngine(EngineReports):
         leave_interrupted_calls()
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
-        self._recorder = Recorder()
         if processes is None:
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1
-        divided = self.config.divided(processes)
-        self._resources = Resources(divided, self._recorder, processes)
-        self._metrics = Metrics(divided, self._resources)
+        self._resources = Resources(self.config.divided(processes), processes)
+        self._recorder = self._resources.recorder
+        self._metrics = Metrics(self._resources)
         self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
         self._registry = ParameterRegistry()
         self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
@@ -91,9 +90,7 @@ class OffloadEngine(EngineReports):
         self._stream = None
         self._activations = None
         self._hooks: WeakKeyDictionary[nn.Module, ForwardHooks] = WeakKeyDictionary()
-        self._optimizers = AttachedOptimizers(
-            self._resources, self.config.optimizer, self._registry, self._choice
-        )
+        self._optimizers = AttachedOptimizers(self._resources, self._registry, self._choice)
         if self.config.parameters.enabled is True:
             self._start_stream()
         elif self.config.activations.enabled:
@@ -227,14 +224,11 @@ class OffloadEngine(EngineReports):
             self._activations.save_weight = save
 
     # ------------------------------------------------------------------ the loop
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Offload tensors saved in this context, such as those of a loss outside `forward`."""
         if self._activations is None or self.closed or not torch.is_grad_enabled():
-            yield
-            return
-        with self._activations.forward():
-            yield
+            return nullcontext()
+        return self._activations.forward()
 
     def microbatch(self, index: int, *, last: bool) -> None:
         """Announce a micro-batch before its forward pass.
@@ -254,7 +248,7 @@ class OffloadEngine(EngineReports):
             self._activations.hint()
 
     def _before_forward(self) -> None:
-        profile_run.observe_pass(self._log.passes, self.profile)
+        observe_pass(self._log.passes, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
         if self._log.passes == 2:
@@ -334,7 +328,8 @@ class OffloadEngine(EngineReports):
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
         fraction, limit = section.budget_fraction(), section.budget_bytes()
-        budgets = self._metrics.write_budgets("activations")
+        tiers = self._resources.config.tiers_for("activations")
+        budgets = {tier.name: tier.writes_per_day for tier in tiers if tier.writes_per_day}
         return ActivationOffload(
             self._resources.store,
             self._resources.clients.get("activations", []),

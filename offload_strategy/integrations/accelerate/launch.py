@@ -1,7 +1,5 @@
 """`accelerate launch`: passes a section of the launch file on to the training process.
 
-    accelerate launch --config offload.yaml train.py
-
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
 key is reported at once. It is passed as JSON in $SSD_OFFLOAD_CONFIG; variables in paths are
 expanded except $RANK and $LOCAL_RANK, which differ between the processes.
@@ -29,13 +27,10 @@ from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-_INSTALLED = "_ssd_offload_installed"
 
-
+@functools.cache  # once for each module, also if its hook is registered again
 def install_in_config(config_args: Any) -> None:
     """Make the module `accelerate.commands.config.config_args` accept the section."""
-    if getattr(config_args, _INSTALLED, False):
-        return
     base = config_args.BaseConfig
     process_config = base.process_config
 
@@ -61,15 +56,13 @@ def install_in_config(config_args: Any) -> None:
 
     base.process_config = staticmethod(functools.wraps(process_config)(without_section))
     config_args.load_config_from_file = load_config_from_file
-    setattr(config_args, _INSTALLED, True)
 
 
+@functools.cache
 def install_in_launcher(launch: Any) -> None:
     """Make the module `accelerate.commands.launch` accept `--config` and pass the section on."""
     from accelerate.utils import patch_environment
 
-    if getattr(launch, _INSTALLED, False):
-        return
     parser, command = launch.launch_command_parser, launch.launch_command
 
     @functools.wraps(parser)
@@ -90,7 +83,6 @@ def install_in_launcher(launch: Any) -> None:
 
     launch.launch_command_parser = launch_command_parser
     launch.launch_command = launch_command
-    setattr(launch, _INSTALLED, True)
 
 
 def environment_for(path: str | None) -> dict[str, str]:
@@ -123,13 +115,10 @@ def environment_for(path: str | None) -> dict[str, str]:
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
+    content = None
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError), open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
     return content if isinstance(content, Mapping) else {}
 
 
