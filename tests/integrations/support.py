@@ -22,9 +22,8 @@ STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """The environment of a fresh process: none of ours, no configs of the user's."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     return {
-        **clean,
+        **{key: value for key, value in os.environ.items() if not key.startswith(OURS)},
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -101,8 +101,7 @@ def train(rank, name, way, tier):
     if engine is not None and way.follow:
         follow_schedule(engine, pipeline.schedule)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    found = {"losses": [], "gradients": []}
-    metrics, missed = {}, []
+    found, metrics, missed = {"losses": [], "gradients": []}, {}, []
     for _ in range(STEPS):
         losses = []
         before = engine.metrics() if engine else {}
@@ -174,13 +173,12 @@ def every_schedule(rank, directory):
                 # Of a step, only what is asked for first of all was not fetched ahead of anything.
                 # But the last stage goes back at once after each forward: what it has just saved
                 # is asked for.
-                most = 1 if name == "GPipe" or rank == 0 else 4
-                assert missed[-3:] == [most] * 3
+                assert missed[-3:] == [1 if name == "GPipe" or rank == 0 else 4] * 3
     assert list(tier.iterdir()) == []
 
 
 def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path):
-    run_ranks("tests.integrations.test_pipelines:every_schedule", tmp_path)
+    run_ranks(f"{__name__}:every_schedule", tmp_path)
 
 
 def test_what_is_no_schedule_is_refused():
