@@ -3,7 +3,6 @@
 import errno
 import gc
 import itertools
-import os
 import threading
 
 import pytest
@@ -13,7 +12,14 @@ from torch import nn
 from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
 from tests.activations.support import Calls, X, network, noise, with_gradients
-from tests.training import activations_only, assert_same_bits, gradients, left_bytes, on_disk
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    break_disk,
+    gradients,
+    left_bytes,
+    on_disk,
+)
 
 
 def tickets(engine):
@@ -160,15 +166,6 @@ def test_what_left_comes_back_after_the_model_was_detached(engine):
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not model._forward_hooks_always_called
-
-
-def break_disk(patch, call, number):
-    """Let a system call fail."""
-
-    def broken(*args):
-        raise OSError(number, os.strerror(number))
-
-    patch.setattr(os, call, broken)
 
 
 def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
