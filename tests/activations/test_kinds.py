@@ -172,8 +172,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_one_storage_is_written_and_read_once(name, engine):
     function, sizes = VIEWS[name]
-    model, expected = with_gradients(function)
-    engine.attach(model)
+    model, expected = with_gradients(function, engine)
     loss = model()
     on_disk(engine)
     assert written(engine) == sizes
@@ -192,8 +191,7 @@ def test_loaded_bytes_go_when_their_last_view_was_used(engine):
     for part in parts:
         part.backward(retain_graph=True)
     assert engine.metrics()["offload/memory/pinned_bytes"] > 0
-    usage = engine._resources.pool.usage()
-    assert usage.lent_bytes == 0, "something is still in memory"
+    assert engine._resources.pool.usage().lent_bytes == 0, "something is still in memory"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,8 @@ def test_the_options_say_what_leaves(disk, options, leave):
         u = torch.exp(z * 1)  # 128
         return torch.exp(torch.cat([z, u]) * 1).sum()  # 256
 
-    model, grads = with_gradients(function)
     with activations_only(disk, **options) as engine:
-        engine.attach(model)
+        model, grads = with_gradients(function, engine)
         loss = model()
         on_disk(engine)
         assert written(engine) == leave
@@ -362,8 +359,6 @@ def test_what_stays_is_counted_and_each_kind_named_once(caplog):
             counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr(), 0)
             counts.note(Stays.QUANTIZED, quantized, 1000)
     assert counts.nbytes == 3 * 2 * 256 + 3 * 80 + 3 * 88 + 3 * 16
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert "two_tensor.TwoTensor (512 B) stays in memory" in said[0]
-    assert "torch.sparse_coo" in said[1]
-    assert "torch.sparse_csr" in said[2]
+    told = ("two_tensor.TwoTensor (512 B) stays in memory", "torch.sparse_coo", "torch.sparse_csr")
+    for said, words in zip(caplog.messages, told, strict=True):
+        assert words in said

@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -137,8 +138,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
 
 # ---------------------------------------------------------------------- when things end early
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     stored = model()
     on_disk(engine)
     with engine.forward():
@@ -156,21 +156,18 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
 
 
 def test_what_left_comes_back_after_the_model_was_detached(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     engine.detach_model(model)
     on_disk(engine)
     loss.backward()
     assert_same_bits(gradients(model), expected)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks_always_called
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"):
+        assert not getattr(model, hooks)
 
 
 def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     on_disk(engine)
     with monkeypatch.context() as patch:
@@ -186,18 +183,16 @@ def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
     ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
 )
 def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, number, error_class):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     with monkeypatch.context() as patch:
         break_disk(patch, "pwritev", number)
-        told = False
-        try:
+        loss = None
+        # Unless the first of several saved tensors has failed before the last was put.
+        with suppress(error_class):
             loss = model()
             with pytest.raises(error_class):
                 on_disk(engine)
-        except error_class:
-            told = True  # the first of several saved tensors failed before the last was put
-    if not told:
+    if loss is not None:
         loss.backward()
         assert_same_bits(gradients(model), expected)
     with pytest.raises(error_class, match=r"could not write .* of activations"):
@@ -232,8 +227,7 @@ def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(e
         return value.sum()
 
     seen = [[]]
-    model, expected = with_gradients(chain)
-    engine.attach(model)
+    model, expected = with_gradients(chain, engine)
     for _ in range(2):
         seen.append([])
         model.zero_grad()

@@ -88,8 +88,7 @@ class Training:
         return stayed
 
     def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
-        trace = Trace(started_at=0.0)
-        storages = []
+        trace, storages = Trace(started_at=0.0), []
         for number, kind in enumerate(kinds):
             self.change(nbytes)
             trace.saved_bytes += nbytes
@@ -108,8 +107,7 @@ class Training:
             if storages[number] is None:
                 self.change(ITEM)
             trace.used(number)
-            seconds = len(storages) + 2.0 * len(trace.uses)
-            trace.uses[-1] = (number, seconds, 0.0)
+            trace.uses[-1] = (number, len(storages) + 2.0 * len(trace.uses), 0.0)
             self.budget.uses(trace, 0, ITEM)
             storages[number] = None
             self.change(-ITEM)
@@ -124,7 +122,6 @@ def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     assert not any(training.step())
     # 985 MiB less the 500 beside them: four items of 100 MiB may stay, those that are used first.
     assert training.step() == [False] * 6 + [True] * 4
-    assert training.budget.plan is not None
     assert training.budget.plan.hidden
     assert training.peak_bytes() <= 1000 * MiB
     assert training.budget.deviations == 0
@@ -199,9 +196,8 @@ def test_longer_sequences_than_planned_for_leave_what_should_have_stayed():
 def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, logger="offload_strategy"):
         training = Training(limit=110 * MiB, others=100 * MiB, passes=5)
-    told = [record for record in caplog.records if "cannot be kept" in record.message]
-    assert len(told) == 1
-    assert plans.CHECKPOINT in told[0].message
+    (told,) = (message for message in caplog.messages if "cannot be kept" in message)
+    assert plans.CHECKPOINT in told
     assert not any(training.step()), "everything leaves"
 
 
@@ -216,7 +212,6 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
     training = Training(None, speed=None, passes=3)  # 95 % of 2000 MiB
     assert all(training.step())
     assert training.budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
-    assert training.budget.profile is not None
     seen = 2 * LAYERS * ITEM / 30.0
     assert training.budget.profile.paths[0].write == pytest.approx(seen, rel=1e-3)
 
@@ -319,8 +314,7 @@ class Net(nn.Module):
 def limited(directory, **planning):
     planning = {"device_memory": "auto", **planning}
     config = settings(directory, optimizer={"enabled": False}, planning=planning)
-    config["activations"] = {"min_size": 1}
-    return config
+    return {**config, "activations": {"min_size": 1}}
 
 
 def train(model, lengths, engine=None):
@@ -344,7 +338,6 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
         assert figures["offload/activations/plan_peak_bytes"] > 0
         assert figures["offload/activations/plan_limit_bytes"] > 0
         assert figures["offload/activations/step_left_bytes"] == 0, "there is room for all"
-    assert profile is not None
     # Items have the names of the modules that save them.
     assert profile.tensors[0].name == "layers.0 float32[8, 256]", "the input"
     assert profile.tensors[1].name == "Net float32[8, 256]", "what tanh saves, outside the layers"
@@ -357,10 +350,8 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
     with OffloadEngine(limited(tmp_path, plan=str(file))) as engine:
         assert_same_history(train(Net(), lengths[:4], engine), plain[:4])
         figures = engine.metrics()
-    leave, stay = (
-        sum(tensor.nbytes for tensor in tensors)
-        for tensors in (profile.tensors[:3], profile.tensors[3:])
-    )
+    leave = sum(tensor.nbytes for tensor in profile.tensors[:3])
+    stay = sum(tensor.nbytes for tensor in profile.tensors[3:])
     assert figures["offload/activations/step_saved_bytes"] > leave
     # What is still on its way when backward begins stays.
     assert figures["offload/activations/step_left_bytes"] <= leave

@@ -142,8 +142,7 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
     with activations_only(None if "host" in options else disk, **options) as engine:
         engine.attach(model)
         assert_same_history(train(kind, model, FORWARDS_FIRST, engine=engine), expected)
-        figures = engine.metrics()
-        prefix = "offload/activations"
+        figures, prefix = engine.metrics(), "offload/activations"
         saved, left = (figures[f"{prefix}/step_{what}_bytes"] for what in ("saved", "left"))
         assert 0 <= left <= saved
         if options["budget"] != "auto":
@@ -172,8 +171,7 @@ def _in_bfloat16(model, data):
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
 def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
-    saved = []
-    model = build(kind)
+    saved, model = [], build(kind)
     # Copies of weights are told by what they hold.
     casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}
     try:
