@@ -30,6 +30,7 @@ from tests.accelerator.support import (
     sleep,
     train,
 )
+from tests.activations.support import noise
 from tests.paced import PacedBackend
 from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
 
@@ -98,8 +99,7 @@ def large():
 
 
 def losses_of(model, optimizer):
-    inputs = torch.ones(8, 2048, device=DEVICE)
-    found = []
+    inputs, found = torch.ones(8, 2048, device=DEVICE), []
     for _ in range(3):
         loss = (model(inputs) - 1).pow(2).mean()
         loss.backward()
@@ -148,13 +148,11 @@ def test_pinned_memory_is_given_back(disk):
 @pytest.mark.parametrize("overlap", ["eager", "off"])
 def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
     """Although the host has launched all updates before the device has read the first states."""
-    config = settings(
-        disk, "1GiB", activations={"enabled": False},
-        optimizer={"overlap": overlap, "subgroup_size": 1 << 20}, memory={"pinned": "16MiB"},
-    )  # fmt: skip
+    sections = {"activations": {"enabled": False}, "memory": {"pinned": "16MiB"}}
+    sections["optimizer"] = {"overlap": overlap, "subgroup_size": 1 << 20}
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).to(DEVICE)
-    with OffloadEngine(config) as engine:
-        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    with OffloadEngine(settings(disk, "1GiB", **sections)) as engine:
+        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-3))
         for _ in range(3):
             sleep(600_000_000)
             model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
@@ -162,8 +160,7 @@ def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
             optimizer.zero_grad()
         torch.accelerator.synchronize()
         pinned = engine.metrics()["offload/memory/pinned_peak_bytes"]
-    states = 2 * sum(each.nbytes for each in model.parameters())
-    assert pinned <= 1.5 * states
+    assert pinned <= 1.5 * 2 * sum(each.nbytes for each in model.parameters()), "of two states"
 
 
 def test_pinned_memory_is_exactly_as_asked():
@@ -284,10 +281,8 @@ def behind(engine, cycles=0, limit=None):
     model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:
         engine.attach(model)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1 << 20, generator=generator).to(DEVICE).requires_grad_()
-    begins, beyond = [], []
-    waits = {}
+    x = noise(1 << 20).to(DEVICE).requires_grad_()
+    begins, beyond, waits = [], [], {}
 
     def step(_):
         nonlocal waits
@@ -341,8 +336,7 @@ def counted(engine, scaled):
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
     for step in range(8):
         waiting_calls()
-        loss = loss_of(model, step, rows=2, length=16)
-        scaler.scale(loss).backward()
+        scaler.scale(loss_of(model, step, rows=2, length=16)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

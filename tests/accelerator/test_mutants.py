@@ -28,6 +28,7 @@ from tests.accelerator.support import (
     new_stream,
     replaced_in_host_memory,
 )
+from tests.activations.support import noise
 from tests.training import attached, on_disk, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
@@ -50,15 +51,14 @@ def model_on(engine):
 
 
 def inputs(*shape, seed=0):
-    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    found = noise(*shape, seed=seed).to(DEVICE)
     torch.accelerator.synchronize()
     return found.requires_grad_()
 
 
 def gradients(engine, seed):
     """Of three steps, on a stream of the user's with every other seed."""
-    model, x = model_on(engine), inputs(ELEMENTS)
-    found = []
+    model, x, found = model_on(engine), inputs(ELEMENTS), []
     stream = new_stream() if seed % 2 else torch.accelerator.current_stream()
     for _ in range(3):
         with using_stream(stream):

@@ -88,8 +88,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     data = plan(f"{tmp_path} {HERE} {RATES} --json")
     rates = [one["tokens_per_second"] for one in data["candidates"]]
     needs = [one["needs_bytes"]["memory"] for one in data["candidates"]]
-    assert rates == sorted(rates, reverse=True)
-    assert needs == sorted(needs, reverse=True)
+    assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
     assert needs[0] > needs[-1]
     # With less memory than the last one needs, nothing fits.
     less = f"{tmp_path} --device cpu {RATES} --host-memory {int(0.84 * needs[-1] / MiB)}MiB"
@@ -101,8 +100,8 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     assert advice["drives"] == "16x does not make it twice as fast, nor does less"
     assert "makes it more than 99x as fast" in advice["GPU"]
 
-    shrunken = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
-    shrunken = transformers.LlamaConfig(**LLAMA | shrunken)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
+    shrunken = transformers.LlamaConfig(**LLAMA | sizes)
 
     def losses(config):
         torch.manual_seed(0)
@@ -117,8 +116,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(loss.item())
-            written = engine.metrics()["offload/optimizer/written_bytes"]
-        return found, written
+            return found, engine.metrics()["offload/optimizer/written_bytes"]
 
     plain, _ = losses(None)
     for name, text in configs.items():
@@ -145,8 +143,7 @@ def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path,
         return {way: found[way] for way in ("fastest", "cheapest")}
 
     monkeypatch.setattr(plan_search, "three_ways", two)
-    printed = ssd_offload(*words, "--force").out
-    assert f"# cheapest\nis in {cheapest}\n" in printed
+    assert f"# cheapest\nis in {cheapest}\n" in ssd_offload(*words, "--force").out
     assert OffloadConfig.load(cheapest).parameters.enabled is True
     assert OffloadConfig.load(file).parameters.enabled is False
     assert not (tmp_path / "plan-in-between.yaml").exists()
@@ -159,8 +156,7 @@ def test_status_1_says_what_does_not_fit_and_writes_nothing(known_cores, plan, t
     for what in ("device memory is", "host memory is", "disk is", "not even a batch of 1 fits"):
         assert what in text
     file = tmp_path / "found.yaml"
-    searched = plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
-    assert "Nothing fits." in searched
+    assert "Nothing fits." in plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
     assert not file.exists()
     printed = plan(f"llama3-70b {HERE}", 1)
     assert "To make it fit:\n\n- memory is " in printed
@@ -374,7 +370,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (
-            "gpt2 --gpu h100 --device-memory 1GiB --write-plan x",
+            "gpt2 --gpu h100 --device-memory 1GB --write-plan x",
             "--device-memory, --write-plan: for",
         ),
         ("gpt2 --layers 2 --gated", "--layers, --gated: for a kind"),
