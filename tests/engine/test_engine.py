@@ -11,17 +11,9 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
+from tests import training
 from tests.conftest import our_threads
-from tests.training import (
-    assert_same_bits,
-    attached,
-    gradients,
-    in_turn,
-    left_bytes,
-    same_with_and_without,
-    settings,
-    weights,
-)
+from tests.training import assert_same_bits, attached, gradients, left_bytes, settings, weights
 
 
 def model():
@@ -224,7 +216,7 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
 # ---------------------------------------------------------------------- all of it together
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    in_turn(
+    training.in_turn(
         ["on disk", "both tiers", "activations", "optimizer", "full"],
         [torch.float64, torch.float32],
     ),
@@ -263,5 +255,5 @@ def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypa
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))  # which presets use
     by_hand = {"on disk": settings(disk), "both tiers": settings(disk, "4KiB")}
-    metrics = same_with_and_without(run, by_hand.get(config, config))
+    metrics = training.same_with_and_without(run, by_hand.get(config, config))
     assert config not in by_hand or left_bytes(metrics) > 0
