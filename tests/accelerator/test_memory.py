@@ -40,7 +40,6 @@ LIMITS = [
 
 
 def training(engine, steps):
-    """Losses and weights; and the peak of each step."""
     model = make(*support.SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
     found = []

@@ -159,35 +159,28 @@ def recorded(copies, end):
     return copied + event, event + copied
 
 
+WAITS = "wait_event(compute.record_event())"
 #: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
 MUTANTS = {
     copy_engine: {
-        "the copy to the host does not wait for the computation": (
-            "outgoing.wait_event(compute.record_event())"
-        ),
+        "the copy to the host does not wait for the computation": f"outgoing.{WAITS}",
         "the end of a copy to the host is recorded before it": recorded(
             "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
             "done.record(outgoing)",
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
-        "the copy to the device does not wait for the computation": (
-            "incoming.wait_event(compute.record_event())"
-        ),
-        "the computation does not wait for the copy to the device": (
-            "compute.wait_event(copy.done)"
-        ),
+        "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
+        "computation does not wait for the copy to the device": "compute.wait_event(copy.done)",
         "the end of a copy to the device is recorded before it": recorded(
             "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
             "done.record(incoming)",
         ),
-        "a host buffer is free before the copy out of it is over": (
-            "self._loads.append((done, copies, hosts))"
-        ),
+        "a host buffer is free before its copy ends": "self._loads.append((done, copies, hosts))",
         "loaded memory belongs to the incoming stream": (
             "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) "
             "for n in sizes]\n"
             "        _, incoming = self._copying(compute)\n"
-            "        incoming.wait_event(compute.record_event())\n",
+            f"        incoming.{WAITS}\n",
             "        _, incoming = self._copying(compute)\n"
             "        with using_stream(incoming):\n            tensors = ["
             "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",

@@ -34,8 +34,6 @@ def _without_early_stop(region, x):
 
 
 def _nested(outer, inner):
-    """A region in the middle of a region."""
-
     return lambda region, x: outer(lambda y: inner(region, y.tanh()).sin(), x)
 
 

@@ -13,7 +13,6 @@ from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
 from offload_strategy.cli.this_machine import known_path
 from offload_strategy.errors import StorageError
-from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
 from tests.training import settings
@@ -159,8 +158,8 @@ def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, mon
     assert "Traceback" not in output.err
 
 
-def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, ssd_offload):
     file = tmp_path / "bench.json"
     config = settings(disk)
     del config["io"]["threads"]

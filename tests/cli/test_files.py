@@ -18,6 +18,8 @@ from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.predicted_and_measured import Change
 from offload_strategy.telemetry import Direction
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 # ---------------------------------------------------------------------------- configs
 def test_show_prints_the_whole_config_with_defaults(ssd_offload, monkeypatch):
@@ -53,12 +55,6 @@ def test_an_unknown_command_ends_with_status_2(words, ssd_offload):
 
 
 # ---------------------------------------------------------------------------- reports
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(history.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
     pytest.importorskip("plotly")
     file, page = tmp_path / "run.json", tmp_path / "page.html"

@@ -218,8 +218,7 @@ def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, 
     assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
 
 
-def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, cache):
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
     assert [one.sources["read_GBps"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)

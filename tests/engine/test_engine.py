@@ -22,7 +22,6 @@ def model():
 
 
 def train(net, optimizer, count=2):
-    """A few steps; the loss of the last."""
     loss = torch.zeros(())
     for step in range(count):
         torch.manual_seed(step)

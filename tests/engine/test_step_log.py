@@ -24,13 +24,8 @@ from offload_strategy.units import MiB
 from tests.training import on_disk, settings
 
 measured_paths = sys.modules[MeasuredPaths.__module__]
+pytestmark = pytest.mark.usefixtures("cache")
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def engine_on(*directories, **sections):

@@ -128,8 +128,6 @@ class Behaviour:
 
 @dataclass
 class Run:
-    """A finished run."""
-
     trainer: Any
     module: Any
 

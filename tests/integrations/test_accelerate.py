@@ -24,7 +24,6 @@ EAGER = {"optimizer": {"overlap": "eager"}}
 
 
 def offloading():
-    """An `Accelerator` with the plugin."""
     return Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
 
 

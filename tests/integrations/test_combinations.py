@@ -61,8 +61,6 @@ SCALED = "16-mixed"
 
 @dataclass(frozen=True)
 class Combination:
-    """One value of each axis."""
-
     precision: str
     checkpointing: str
     compile: str
@@ -100,8 +98,6 @@ SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train."""
-
     train: Callable  # With a combination and a config, None without offload; see `outcome`
     refusals: Mapping[str, Refusal]  # By what the table says of them
     precisions: Sequence[str] = AXES["precision"]
@@ -237,7 +233,6 @@ def plain_loop(combination, sections, model, rank=0):
 
 
 def compiled(model, combination):
-    """The model, compiled if it is to be."""
     if combination.compiles_blocks:
         for block in getattr(model, "module", model).blocks:
             block.compile(backend=combination.compile)

@@ -112,14 +112,12 @@ def part_of_data(rank, ranks):
 
 
 def fresh():
-    """The model and its optimizer, always the same."""
     torch.manual_seed(0)
     model = lightning_runs.tiny_model()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model, loader, backward, *steps):
-    """Yield the loss of each step."""
     for x, y in islice(loader, STEPS):
         loss = nn.functional.mse_loss(model(x), y)
         backward(loss)

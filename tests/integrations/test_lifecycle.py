@@ -203,7 +203,6 @@ def train_with_accelerate(end):
 
 
 def every_end(rank, directory):
-    """What came of each process of `ENDS`."""
     scripts = {}
     for name, status in ENDS.items():
         framework, end = name.split()

@@ -24,7 +24,6 @@ from tests.training import moved
 
 
 def both(pl, root, *, module=None, **options):
-    """Train with and without offload, check that they agree, and return the former."""
     return lightning_runs.with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )

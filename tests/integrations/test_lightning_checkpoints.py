@@ -21,13 +21,11 @@ def _nearly_everything_is_large(monkeypatch):
 
 @pytest.fixture
 def lightnings_io(family):
-    """Lightning's own."""
     name = "lightning.fabric" if family == "lightning.pytorch" else "lightning_fabric"
     return importlib.import_module(f"{name}.plugins").TorchCheckpointIO
 
 
 def mapped(path):
-    """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 

@@ -23,8 +23,6 @@ ROWS = 16 * MICRO_BATCHES
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train."""
-
     overlap: str | None = None  # `optimizer.overlap`; None for plain PyTorch
     follow: bool = True  # Whether the engine is told of the schedule
     # Whether the schedule divides gradients by the number of micro-batches, or the loss does
@@ -133,7 +131,6 @@ def train(rank, name, way, tier):
 
 
 def check_refusals(rank, tier):
-    """What cannot work is refused before any step."""
     together = Way("eager", divides=False, together=True)
     for message, name, way in (
         ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
@@ -145,7 +142,6 @@ def check_refusals(rank, tier):
 
 
 def every_schedule(rank, directory):
-    """Train every schedule in every way, with and without offload."""
     tier = directory / f"tier{rank}"
     tier.mkdir()
     check_refusals(rank, tier)

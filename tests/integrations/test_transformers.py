@@ -38,7 +38,6 @@ def make_trainer(root, **options):
 
 
 def numbers(trainer):
-    """All losses that were logged, and the weights."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, parameters_of(trainer.model)
 

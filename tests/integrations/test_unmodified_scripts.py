@@ -121,7 +121,6 @@ def test_the_scripts_mention_nothing_of_ours():
 
 
 def table(results):
-    """The results as the table of the document."""
     lines = ["| script | change | losses | activations moved | states moved |", "|---" * 5 + "|"]
     for script, change in CHANGES.items():
         offloaded, plain = results[script]["offloaded"], results[script]["plain"]

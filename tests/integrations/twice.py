@@ -90,7 +90,6 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def main(results: str, runs: str) -> None:
-    """See the module."""
     register_post_import_hook(remember_engines, "offload_strategy.engine.offload_engine")
     register_post_import_hook(remember_rows, "wandb.sdk.wandb_run")
     found: dict[str, Any] = {}

@@ -302,12 +302,8 @@ SCRIPTS = {
 
 #: Scripts that neither read nor change gradients, and step after every last backward.
 EAGER_SCRIPTS = [
-    "accumulation with hints",
-    "non-reentrant checkpoints",
-    "closures",
-    "one gradient set by hand",
-    "freezing and unfreezing",
-    "two optimizers that alternate",
+    *("accumulation with hints", "non-reentrant checkpoints", "closures"),
+    *("one gradient set by hand", "freezing and unfreezing", "two optimizers that alternate"),
 ]
 
 
