@@ -172,11 +172,9 @@ LOOPS = {
     **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
     **{name: {"edit": edit} for name, edit in EDITS.items()},
     **{
-        f"{name}, GradScaler, {edit or 'no clipping'}": {
-            "optimizer_of": OPTIMIZERS[name],
-            "scaled": True,
-            "edit": EDITS.get(edit),
-        }
+        f"{name}, GradScaler, {edit or 'no clipping'}": dict(
+            optimizer_of=OPTIMIZERS[name], scaled=True, edit=EDITS.get(edit)
+        )
         for name, edit in product(("AdamW", "AdamW fused"), ("", "clipping always"))
     },
     "accumulation": {"micro_batches": 3},

@@ -31,10 +31,7 @@ def config_of(disk, **sections):
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
 LIMITS = [
-    (0.4, None, True),
-    (0.7, "1GiB", True),
-    (0.4, "16MiB", True),
-    (2.0, None, True),
+    *((0.4, None, True), (0.7, "1GiB", True), (0.4, "16MiB", True), (2.0, None, True)),
     *product((0.3, 0.7, 2.0), [None], [False]),
 ]
 

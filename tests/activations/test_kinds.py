@@ -241,6 +241,10 @@ class Model(nn.Module):
         self.register_buffer("table", torch.ones(8, 8), persistent=False)
 
 
+def quantized():
+    return torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
+
+
 def registry_of(model):
     registry = ParameterRegistry()
     registry.add_module(model)
@@ -248,15 +252,10 @@ def registry_of(model):
     return registry
 
 
-def _given_up():
+def _given_up(_):
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-def _inference():
-    with torch.inference_mode():
-        return torch.ones(4)
 
 
 def _wrapped():
@@ -308,16 +307,14 @@ KINDS = {
         "opaque": lambda m: torch.eye(4).to_mkldnn(),
     },
     Stays.NESTED: {"nested": lambda m: _nested()},
-    Stays.QUANTIZED: {
-        "quantized": lambda m: torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
-    },
+    Stays.QUANTIZED: {"quantized": lambda m: quantized()},
     Stays.EMPTY: {
         "without data": lambda m: torch.empty(4, device="meta"),
         "without elements": lambda m: torch.empty(4, 0),
         "zeros that only say so": lambda m: torch._efficientzerotensor(4),
-        "without its memory": lambda m: _given_up(),
+        "without its memory": _given_up,
     },
-    Stays.INFERENCE: {"of an inference": lambda m: _inference()},
+    Stays.INFERENCE: {"of an inference": torch.inference_mode()(lambda m: torch.ones(4))},
     Stays.TRANSFORM: {"what a transform wraps": lambda m: _wrapped()},
 }
 
@@ -348,7 +345,6 @@ def test_an_address_means_nothing_once_its_weight_is_gone():
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_stays_is_counted_and_each_kind_named_once(caplog):
     counts = UnsupportedTensors()
-    quantized = torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
     with caplog.at_level(logging.INFO, "offload_strategy"):
         counts.note(Stays.WEIGHT, noise(4), 0)
         counts.note(Stays.EMPTY, noise(0), 0)
@@ -357,7 +353,7 @@ def test_what_stays_is_counted_and_each_kind_named_once(caplog):
             counts.note(Stays.SUBCLASS, wrapper(), 0)
             counts.note(Stays.LAYOUT, torch.eye(4).to_sparse(), 0)
             counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr(), 0)
-            counts.note(Stays.QUANTIZED, quantized, 1000)
+            counts.note(Stays.QUANTIZED, quantized(), 1000)
     assert counts.nbytes == 3 * 2 * 256 + 3 * 80 + 3 * 88 + 3 * 16
     told = ("two_tensor.TwoTensor (512 B) stays in memory", "torch.sparse_coo", "torch.sparse_csr")
     for said, words in zip(caplog.messages, told, strict=True):

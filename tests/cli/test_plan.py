@@ -318,8 +318,7 @@ def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
     for words in (
         "billion parameters on the CPU with 1 x path and 1 GiB of memory",
-        "| leaves memory |",
-        "| memory | disk |",
+        *("| leaves memory |", "| memory | disk |"),
         "drives: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
         "| lifespan | the drive's rating is not known |",
         "cores: 150 GFLOPS",
@@ -346,10 +345,8 @@ def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path,
 
 
 def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, plan):
-    small, large = (
-        plan(f"{ON_CPU} {RATES} --host-memory 64GiB --tolerance {tolerance} --json")
-        for tolerance in (0.2, 0)
-    )
+    words = f"{ON_CPU} {RATES} --host-memory 64GiB"
+    small, large = (plan(f"{words} --tolerance {tolerance} --json") for tolerance in (0.2, 0))
     assert small["candidates"][0]["batch"] < large["candidates"][0]["batch"] == 8
 
 

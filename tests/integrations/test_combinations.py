@@ -40,10 +40,9 @@ STREAMED = "all, streamed weights too"
 OFF = {"enabled": False}
 CLIENTS = {
     "activations": {"optimizer": OFF},
-    **{
-        f"optimizer: {overlap}": {"activations": OFF, "optimizer": {"overlap": overlap}}
-        for overlap in ("commit", "eager", "off")
-    },
+    "optimizer: commit": {"activations": OFF, "optimizer": {"overlap": "commit"}},
+    "optimizer: eager": {"activations": OFF, "optimizer": {"overlap": "eager"}},
+    "optimizer: off": {"activations": OFF, "optimizer": {"overlap": "off"}},
     STREAMED: {"parameters": {"enabled": True, "min_size": 1}},
 }
 """Sections of the config by client; what is not said is on, as in the defaults."""

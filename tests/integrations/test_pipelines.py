@@ -131,11 +131,10 @@ def train(rank, name, way, tier):
 
 
 def check_refusals(rank, tier):
+    divided = "scale_grads=False.*overlap: commit", "1F1B", Way("eager")
     together = Way("eager", divides=False, together=True)
-    for message, name, way in (
-        ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
-        ("optimizer for each stage", "interleaved 1F1B", together),
-    ):
+    shared = "optimizer for each stage", "interleaved 1F1B", together
+    for message, name, way in (divided, shared):
         pipeline = Pipeline(rank, name, way, tier)
         with pipeline.engine, pytest.raises(ConfigError, match=message):
             follow_schedule(pipeline.engine, pipeline.schedule)

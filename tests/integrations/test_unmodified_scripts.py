@@ -29,10 +29,8 @@ DOCUMENT = ROOT / "docs" / "training_scripts.md"
 
 LAUNCHED = "`accelerate launch --config offload.yaml`"
 _LAUNCHED = ("transformers_trainer", "trl_sft", "trl_dpo", "peft_lora", "accelerate_loop")
-CHANGES = {
-    **{f"{name}.py": LAUNCHED for name in _LAUNCHED},
-    "lightning_cli.py": "`--trainer.strategy=ssd_offload`",
-}
+CHANGES = {f"{name}.py": LAUNCHED for name in _LAUNCHED}
+CHANGES["lightning_cli.py"] = "`--trainer.strategy=ssd_offload`"
 NEEDS = ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb")
 REPORTING = ("transformers_trainer.py", "trl_sft.py")
 REPORT = ["--report_to", "tensorboard", "wandb"]
@@ -55,13 +53,8 @@ def run_all(home):
         launched = [], REPORT if name in REPORTING else []
         by_flag = ["fit"], [change.strip("`")]
         runs[str(SCRIPTS / name)] = launched if change == LAUNCHED else by_flag
-    variables = {
-        "SSD_OFFLOAD_METRICS_EVERY": "3",
-        "TENSORBOARD_LOGGING_DIR": str(home / "board"),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(home),
-        "PYTHONPATH": str(ROOT),
-    }
+    variables = {"TENSORBOARD_LOGGING_DIR": str(home / "board"), "PYTHONPATH": str(ROOT)}
+    variables |= {"WANDB_MODE": "offline", "WANDB_DIR": str(home), "SSD_OFFLOAD_METRICS_EVERY": "3"}
     twice = [str(ROOT / "tests" / "integrations" / "twice.py"), "results.json", json.dumps(runs)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
     succeeded(python(*launcher, *twice, home=home, variables=variables, timeout=280))

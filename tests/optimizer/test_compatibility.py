@@ -128,11 +128,8 @@ def test_bytes_of_states_are_known_and_all_that_is_moved(kind, dtype, precision,
     if per_element is not None:
         elements = sum(p.numel() for p in parameters)
         assert expected == pytest.approx(per_element * elements, rel=error)
-    options = {
-        "state_dtype": "float32" if precision.state_dtype is None else "bfloat16",
-        "master_weights": precision.master_weights,
-        "subgroup_size": 10**6,
-    }
+    options = {"master_weights": precision.master_weights, "subgroup_size": 10**6}
+    options["state_dtype"] = "float32" if precision.state_dtype is None else "bfloat16"
     with offloading(disk, "off", optimizer=options) as engine:
         optimizer = engine.attach(None, MAKE[kind](parameters))
         for step in (1, 2):

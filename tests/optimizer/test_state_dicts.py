@@ -17,9 +17,7 @@ from tests.training import assert_same_bits, assert_same_history, attached, bits
 
 MAKE = {
     "AdamW": adamw,
-    "SGD momentum": OPTIMIZERS["SGD momentum"],
-    "SGD": OPTIMIZERS["SGD"],
-    "Adam amsgrad": OPTIMIZERS["Adam amsgrad fused"],
+    **{name: OPTIMIZERS[name] for name in ("SGD momentum", "SGD", "Adam amsgrad fused")},
     "of somebody else's": OPTIMIZERS["of somebody else's"],
     "named groups": lambda m: _named_groups([*m.named_parameters()]),
     **QUANTIZED,
