@@ -125,8 +125,6 @@ def table(results):
     return "\n".join(lines) + "\n"
 
 
-# ---------------------------------------------------------------------- the launch file
-
 SECTION = {"activations": {"min_size": "1KiB"}}
 # What a script is given, without the seconds that importing torch takes.
 GIVEN = """

@@ -124,7 +124,6 @@ def test_every_attribute_and_every_method_without_arguments(pair_of):
     assert not different, "\n\n".join(different)
 
 
-# ---------------------------------------------------------------------- norms
 ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
 NORMS = {
     "vector_norm": lambda g, order: torch.linalg.vector_norm(g, order),
@@ -192,7 +191,6 @@ def test_a_norm_of_values_changed_directly_is_not_the_cached_one():
     assert another.backing.edited
 
 
-# ---------------------------------------------------------------------- unscaling
 @pytest.mark.parametrize("dtype", pairs.DTYPES, ids=str)
 @pytest.mark.parametrize("layout", pairs.LAYOUTS)
 @pytest.mark.parametrize("prepared", PREPARED)
