@@ -7,6 +7,7 @@ gradient that differs, or in memory that is not freed.
 
 import inspect
 from functools import partial
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -251,15 +252,14 @@ def test_a_deliberate_bug_is_found(disk, monkeypatch, name):
     of_updates = original is update_stream or "update" in name
     if of_updates:
         monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
-    for seed in range(SEEDS):
-        for scenario in OF_UPDATES if of_updates else SCENARIOS:
-            try:
-                if scenario(disk, seed):
-                    return
-            except torch.OutOfMemoryError:
+    for seed, scenario in product(range(SEEDS), OF_UPDATES if of_updates else SCENARIOS):
+        try:
+            if scenario(disk, seed):
                 return
-            finally:
-                torch.accelerator.synchronize()
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            torch.accelerator.synchronize()
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
@@ -275,6 +275,5 @@ def test_calls_that_wait_for_the_device_are_counted():
 
 
 def test_without_a_bug_nothing_is_found(disk):
-    for seed in range(SEEDS):
-        for scenario in [*SCENARIOS, *OF_UPDATES]:
-            assert not scenario(disk, seed), f"{scenario}, seed {seed}"
+    for seed, scenario in product(range(SEEDS), [*SCENARIOS, *OF_UPDATES]):
+        assert not scenario(disk, seed), f"{scenario}, seed {seed}"

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import OffloadError
+from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.store.tensor_store import TensorStore
 from tests.activations.support import Calls, Saves, X, compare, noise, with_gradients

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime import lifetime_plan as plans

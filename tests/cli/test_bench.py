@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from offload_strategy import OffloadEngine
+from offload_strategy import OffloadEngine, StorageError
 from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
 from offload_strategy.cli.this_machine import known_path
-from offload_strategy.errors import StorageError
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
 from tests.training import settings

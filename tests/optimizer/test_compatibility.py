@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from offload_strategy import OffloadEngine, OffloadError
-from offload_strategy.errors import ConfigError
+from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import ConfigError
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import Arena
