@@ -220,7 +220,8 @@ def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
             loss = loss_of(run.model, number)
             scaler.scale(loss).backward()
             if number in overflows:
-                run.model.first.weight.grad[0, 0] = float("inf")
+                gradient = run.model.first.weight.grad  # which is held on to
+                gradient[0, 0] = float("inf")
             if clip is not None:
                 scaler.unscale_(run.optimizer)
                 clip_grad_norm_(run.model.parameters(), clip)
