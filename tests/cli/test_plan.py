@@ -27,7 +27,6 @@ BOUNDED = f"{SEARCHED} --search --sequence 1024 --max-batch 16"
 ON_CPU = f"{SMALL} --vocabulary 8192 --sequence 256 --max-batch 8 --search --device cpu"
 RATES = "--read 0.6 --write 0.5"
 HERE = "--device cpu --host-memory 16GiB"
-CORES = Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 #: The config.json of a small model.
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8},
@@ -43,7 +42,7 @@ def known_cores(monkeypatch, tmp_path):
 
     def measured(shape, sequence, **given):
         asked.append((shape, sequence, given))
-        return CORES
+        return Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     monkeypatch.setattr(plan_search, "measured_cores", measured)

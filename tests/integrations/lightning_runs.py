@@ -22,7 +22,6 @@ FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 in_both_installs = pytest.mark.parametrize("family", FAMILIES, indirect=True)
 """For what may differ between the installs, whose code is the same."""
 
-BATCHES = 10
 WIDTH = 32
 
 
@@ -37,7 +36,7 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
+def batches(count: int = 10, size: int = 16) -> DataLoader[Any]:
     inputs = noise(count * size, WIDTH, seed=1)
     return DataLoader(TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=size)
 

@@ -24,16 +24,13 @@ from tests.integrations.support import python, succeeded, tensorboard_scalars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "examples" / "unmodified"
-SHIPPED = ROOT / "configs" / "accelerate" / "offload.yaml"
 DOCUMENT = ROOT / "docs" / "training_scripts.md"
 
 LAUNCHED = "`accelerate launch --config offload.yaml`"
 _LAUNCHED = ("transformers_trainer", "trl_sft", "trl_dpo", "peft_lora", "accelerate_loop")
 CHANGES = {f"{name}.py": LAUNCHED for name in _LAUNCHED}
 CHANGES["lightning_cli.py"] = "`--trainer.strategy=ssd_offload`"
-NEEDS = ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb")
 REPORTING = ("transformers_trainer.py", "trl_sft.py")
-REPORT = ["--report_to", "tensorboard", "wandb"]
 WRITTEN = "offload/optimizer/written_bytes"
 RATES = {
     *(f"offload/bandwidth/{way}_GBps" for way in ("read", "write")),
@@ -44,13 +41,13 @@ GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier"
 
 def run_all(home):
     """What the scripts printed and moved; one process, as most of the time goes into imports."""
-    shipped = yaml.safe_load(SHIPPED.read_text())
+    shipped = yaml.safe_load((ROOT / "configs" / "accelerate" / "offload.yaml").read_text())
     # Tiny models have little that is worth to be moved.
     shipped["ssd_offload_config"]["activations"] |= {"min_size": "1KiB", "budget": "100%"}
     (home / "offload.yaml").write_text(yaml.safe_dump(shipped))
     runs = {}
     for name, change in CHANGES.items():
-        launched = [], REPORT if name in REPORTING else []
+        launched = [], ["--report_to", "tensorboard", "wandb"] if name in REPORTING else []
         by_flag = ["fit"], [change.strip("`")]
         runs[str(SCRIPTS / name)] = launched if change == LAUNCHED else by_flag
     variables = {"TENSORBOARD_LOGGING_DIR": str(home / "board"), "PYTHONPATH": str(ROOT)}
@@ -63,7 +60,7 @@ def run_all(home):
 
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
-    for package in NEEDS:
+    for package in ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb"):
         pytest.importorskip(package)
     results = run_all(tmp_path)
     for script in CHANGES:

@@ -94,8 +94,6 @@ MAKE = {
     **QUANTIZED,
 }
 ROUNDED = Precision(state_dtype=torch.bfloat16)
-MASTERS = Precision(master_weights=True)
-ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +103,8 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
         ("AdamW", torch.float32, Precision(), 8),
         ("AdamW", torch.float32, ROUNDED, 4),
         ("AdamW", torch.bfloat16, ROUNDED, 4),
-        ("AdamW", torch.bfloat16, MASTERS, 12),
-        ("AdamW", torch.bfloat16, ROUNDED_WITH_MASTERS, 8),
+        ("AdamW", torch.bfloat16, Precision(master_weights=True), 12),
+        ("AdamW", torch.bfloat16, Precision(torch.bfloat16, master_weights=True), 8),
         ("momentum", torch.float32, Precision(), 1),
         ("torchao AdamW8bit", torch.float32, Precision(), 2),
         ("torchao AdamW4bit", torch.float32, Precision(), 1),

@@ -122,7 +122,6 @@ def test_every_attribute_and_every_method_without_arguments(pair_of):
     assert not different, "\n\n".join(different)
 
 
-ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
 NORMS = {
     "vector_norm": lambda g, order: torch.linalg.vector_norm(g, order),
     "torch.norm": lambda g, order: torch.norm(g, order),
@@ -136,7 +135,7 @@ NORMS = {
 
 
 def test_norms_are_those_of_the_plain_gradient_and_may_be_cached(prepared_pair, monkeypatch):
-    for order in ORDERS:
+    for order in (2, 2.0, 1.0, torch.inf, -torch.inf, 0.0, 3.0, 0.5):
         first, second = prepared_pair((131, 77)), prepared_pair((131, 77))
         for norm in NORMS.values():
             result = first.same(lambda g, norm=norm, order=order: norm(g, order))
