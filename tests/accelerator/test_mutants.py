@@ -107,10 +107,8 @@ def differs(run, host, disk, seed):
     eager = {"overlap": "eager", "subgroup_size": 20_000}
     section = eager if run is updated else {"enabled": False}
     config = settings(disk, host, optimizer=section, memory={"pinned": "4MiB"})
-    with (
-        support.delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3)),
-        OffloadEngine(config) as engine,
-    ):
+    late = support.delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3))
+    with late, OffloadEngine(config) as engine:
         got = [tensor.cpu() for tensor in run(engine, seed)]
     return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
 

@@ -370,7 +370,6 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(tr
 @pytest.mark.parametrize("missing", ["nothing", "room within the limit", "free memory"])
 def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monkeypatch):
     activations, states = training.without_budget()
-    has_room = missing == "nothing"
     if missing == "room within the limit":
         monkeypatch.setattr(Budget, "may_stay", lambda *_: False)
     elif missing == "free memory":
@@ -379,7 +378,7 @@ def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monk
     (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
     assert told.startswith("tier nvme: this process has written")
     assert "cannot be kept" in told
-    assert training.written[-1] == (activations * (1 if has_room else 20), 20 * states)
+    assert training.written[-1] == (activations * (1 if missing == "nothing" else 20), 20 * states)
 
 
 def test_a_dram_tier_needs_no_budget_and_processes_share_it(training):

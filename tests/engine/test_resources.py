@@ -78,8 +78,7 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
 def test_ssd_tiers_that_follow_each_other_are_one_with_a_queue_for_each_path(places):
     host = {"name": "host", "kind": "dram", "capacity": "1MiB"}
     tiers = host, ssd("nvme0", places[0]), ssd("pfs", places[2])
-    order = {"tiers": ["nvme0", "host", "pfs"]}
-    with OffloadEngine(config(*tiers, optimizer=order)) as engine:
+    with OffloadEngine(config(*tiers, optimizer={"tiers": ["nvme0", "host", "pfs"]})) as engine:
         host, both = engine._resources.clients["activations"]
         first, _, last = engine._resources.clients["optimizer"]
         assert isinstance(host, HostTier)

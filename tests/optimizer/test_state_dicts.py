@@ -56,11 +56,10 @@ def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
 def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
     """Plain, offloaded, and changing over in the middle: all the same."""
     quantized = name in QUANTIZED
+    make_model = runs.WideNet if quantized else runs.make_net
 
     def new_run(engine=None):
-        return Run(
-            MAKE[name], engine, overlap == "eager", runs.WideNet if quantized else runs.make_net
-        )
+        return Run(MAKE[name], engine, overlap == "eager", make_model)
 
     def handed_over(run, engine):
         state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
