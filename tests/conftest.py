@@ -95,6 +95,13 @@ def _nothing_is_left():
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory, in which engines remember how fast paths are."""
+    monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def disk(tmp_path):
     """The directory of an ssd tier; no file may ever appear in it under a name."""
     directory = tmp_path / "disk"

@@ -1,5 +1,6 @@
 """What the tests of training share: engines, comparisons by bits, and plain training loops."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -96,6 +97,15 @@ def same_with_and_without(
 def on_disk(engine: OffloadEngine) -> None:
     """Wait until everything that was given away is on the disk and nowhere else."""
     engine._resources.store.wait_for_writes()
+
+
+def break_disk(patch: Any, call: str, number: int) -> None:
+    """Let a function of `os` fail with an error number."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr(os, call, broken)
 
 
 def moved(engine: OffloadEngine, client: str = "activations", verb: str = "written") -> int:

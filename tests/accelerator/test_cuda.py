@@ -16,22 +16,16 @@ __all__ = ["region"]
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
-# ---------------------------------------------------------------------- GPUDirect Storage
 class DeviceMemory:
     """Device memory at a chosen distance from a page's start, with a guard on both sides."""
 
     def __init__(self, nbytes, misalignment=0):
-        self.nbytes = nbytes
-        self._whole = torch.full(
-            (nbytes + misalignment + 3 * PAGE_BYTES,), 0xA5, dtype=torch.uint8, device="cuda"
-        )
-        self._start = PAGE_BYTES + -self._whole.data_ptr() % PAGE_BYTES + misalignment
-        self.address = self._whole.data_ptr() + self._start
+        self.nbytes, size = nbytes, nbytes + misalignment + 3 * PAGE_BYTES
+        whole = torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda")
+        start = PAGE_BYTES + -whole.data_ptr() % PAGE_BYTES + misalignment
+        self._before, self._part, self._behind = whole.split([start, nbytes, size - start - nbytes])
+        self.address = whole.data_ptr() + start
         torch.accelerator.synchronize()
-
-    @property
-    def _part(self):
-        return self._whole[self._start : self._start + self.nbytes]
 
     @property
     def data(self):
@@ -45,8 +39,7 @@ class DeviceMemory:
     @property
     def around(self):
         """The values of the bytes before and behind."""
-        behind = self._whole[self._start + self.nbytes :]
-        return set(self._whole[: self._start].tolist()) | set(behind.tolist())
+        return {*self._before.tolist(), *self._behind.tolist()}
 
 
 class TestHostMemory(Conformance):
@@ -63,7 +56,6 @@ class TestDeviceMemory(TestHostMemory):
         return DeviceMemory(nbytes, misalignment)
 
 
-# ---------------------------------------------------------------------- compiled models
 def each_block(model):
     for block in model.blocks:
         block.compile()
@@ -90,7 +82,6 @@ def test_a_compiled_model_is_the_same(disk, way):
     torch.compiler.reset()
 
 
-# ---------------------------------------------------------------------- CUDA graphs
 def on_another_stream(run):
     """What CUDA wants before a graph is captured."""
     stream = torch.cuda.Stream()

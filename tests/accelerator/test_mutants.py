@@ -7,6 +7,7 @@ gradient that differs, or in memory that is not freed.
 
 import inspect
 from functools import partial
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -20,14 +21,9 @@ from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support import accelerator
 from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
-from tests.accelerator.support import (
-    DEVICE,
-    Deep,
-    delays,
-    device_module,
-    new_stream,
-    replaced_in_host_memory,
-)
+from tests.accelerator import support
+from tests.accelerator.support import DEVICE, device_module, new_stream, replaced_in_host_memory
+from tests.activations.support import noise
 from tests.training import attached, on_disk, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
@@ -43,22 +39,21 @@ def churn():
 
 
 def model_on(engine):
-    model = Deep(LAYERS).to(DEVICE)
+    model = support.Deep(LAYERS).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     return model
 
 
 def inputs(*shape, seed=0):
-    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    found = noise(*shape, seed=seed).to(DEVICE)
     torch.accelerator.synchronize()
     return found.requires_grad_()
 
 
 def gradients(engine, seed):
     """Of three steps, on a stream of the user's with every other seed."""
-    model, x = model_on(engine), inputs(ELEMENTS)
-    found = []
+    model, x, found = model_on(engine), inputs(ELEMENTS), []
     stream = new_stream() if seed % 2 else torch.accelerator.current_stream()
     for _ in range(3):
         with using_stream(stream):
@@ -112,7 +107,8 @@ def differs(run, host, disk, seed):
     eager = {"overlap": "eager", "subgroup_size": 20_000}
     section = eager if run is updated else {"enabled": False}
     config = settings(disk, host, optimizer=section, memory={"pinned": "4MiB"})
-    with delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3)), OffloadEngine(config) as engine:
+    late = support.delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3))
+    with late, OffloadEngine(config) as engine:
         got = [tensor.cpu() for tensor in run(engine, seed)]
     return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
 
@@ -145,11 +141,9 @@ def differs_where_replaced(disk, seed):
 
 
 SCENARIOS = [
-    partial(differs, gradients, None),
-    partial(differs, gradients, "1GiB"),
+    *(partial(differs, gradients, host) for host in (None, "1GiB")),
     partial(differs, gradients_after_a_dropped_pass, None),
-    too_much_memory,
-    differs_where_replaced,
+    *(too_much_memory, differs_where_replaced),
 ]
 OF_UPDATES = [partial(differs, updated, "1GiB")]
 
@@ -162,34 +156,27 @@ def recorded(copies, end):
     return copied + event, event + copied
 
 
+WAITS = "wait_event(compute.record_event())"
 #: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
 MUTANTS = {
     copy_engine: {
-        "the copy to the host does not wait for the computation": (
-            "outgoing.wait_event(compute.record_event())"
-        ),
+        "the copy to the host does not wait for the computation": f"outgoing.{WAITS}",
         "the end of a copy to the host is recorded before it": recorded(
             "host, source in leaving:\n                host.copy_(source",
             "done.record(outgoing)",
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
-        "the copy to the device does not wait for the computation": (
-            "incoming.wait_event(compute.record_event())"
-        ),
-        "the computation does not wait for the copy to the device": (
-            "compute.wait_event(copy.done)"
-        ),
+        "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
+        "computation does not wait for the copy to the device": "compute.wait_event(copy.done)",
         "the end of a copy to the device is recorded before it": recorded(
             "tensor, host in arriving:\n                tensor.copy_(host",
             "done.record(incoming)",
         ),
-        "a host buffer is free before the copy out of it is over": (
-            "self._loads.append((done, copies, hosts))"
-        ),
+        "a host buffer is free before its copy ends": "self._loads.append((done, copies, hosts))",
         "loaded memory belongs to the incoming stream": (
             "        tensors, arriving = self._memory_for(hosts)\n"
             "        _, incoming = self._copying(compute)\n"
-            "        incoming.wait_event(compute.record_event())\n",
+            f"        incoming.{WAITS}\n",
             "        _, incoming = self._copying(compute)\n"
             "        with using_stream(incoming):\n"
             "            tensors, arriving = self._memory_for(hosts)\n",
@@ -266,15 +253,14 @@ def test_a_deliberate_bug_is_found(disk, monkeypatch, name):
     of_updates = original is update_stream or "update" in name
     if of_updates:
         monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
-    for seed in range(SEEDS):
-        for scenario in OF_UPDATES if of_updates else SCENARIOS:
-            try:
-                if scenario(disk, seed):
-                    return
-            except torch.OutOfMemoryError:
+    for seed, scenario in product(range(SEEDS), OF_UPDATES if of_updates else SCENARIOS):
+        try:
+            if scenario(disk, seed):
                 return
-            finally:
-                torch.accelerator.synchronize()
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            torch.accelerator.synchronize()
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
@@ -290,6 +276,5 @@ def test_calls_that_wait_for_the_device_are_counted():
 
 
 def test_without_a_bug_nothing_is_found(disk):
-    for seed in range(SEEDS):
-        for scenario in [*SCENARIOS, *OF_UPDATES]:
-            assert not scenario(disk, seed), f"{scenario}, seed {seed}"
+    for seed, scenario in product(range(SEEDS), [*SCENARIOS, *OF_UPDATES]):
+        assert not scenario(disk, seed), f"{scenario}, seed {seed}"

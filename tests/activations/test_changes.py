@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import OffloadError
+from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.store.tensor_store import TensorStore
 from tests.activations.support import Calls, Saves, X, compare, noise, with_gradients
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk, settings
 
 
-# ---------------------------------------------------------------------- what autograd notices
 class _ChangesSaved(torch.autograd.Function):
     """Its backward computes in place in what it saved."""
 
@@ -111,7 +109,6 @@ def test_a_backward_may_change_what_it_alone_has_saved(engine):
     compare(engine, Calls(lambda w: _ChangesSaved.apply(X @ w).sum()))
 
 
-# ---------------------------------------------------------------------- what kernels change
 #: Operators that write an argument which is neither changed in place (by its name) nor an `out=`,
 #: and that have a derivative.
 FILLED_LATE = {
@@ -154,7 +151,6 @@ def test_what_a_kernel_fills_after_it_was_saved(kind, engine):
     compare(engine, Calls(lambda w: (FILLED_LATE[kind](X @ w) * X).exp().sum()))
 
 
-# ---------------------------------------------------------------------- neighbours
 def _halves(w):
     with torch.no_grad():
         return (w @ X).unsafe_chunk(2, 1)
@@ -209,7 +205,6 @@ def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
     compare(engine, Calls(function))
 
 
-# ---------------------------------------------------------------------- what nobody can see
 HIDDEN = {
     "data": lambda y: y.data.add_(1),
     "numpy": lambda y: y.detach().numpy().fill(2),

@@ -103,8 +103,7 @@ def test_two_threads_may_run_the_same_model(engine):
             resume.wait(30)
         return y.sin().sum()
 
-    model, expected = with_gradients(function)
-    engine.attach(model)
+    model, expected = with_gradients(function, engine)
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(model)
         assert inside.wait(30)
@@ -121,7 +120,6 @@ def test_two_threads_may_run_the_same_model(engine):
     assert moved(engine) > 0
 
 
-# ---------------------------------------------------------------------- hooks around ours
 #: What hooks of a user's own make of a saved tensor, and the tensor of that again.
 HOOKS = {
     "count": (lambda tensor: tensor, lambda packed: packed),

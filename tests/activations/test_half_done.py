@@ -24,7 +24,6 @@ from tests.training import activations_only, assert_same_bits, gradients, weight
 _PATIENCE_SECONDS = 20.0
 
 
-# ---------------------------------------------------------------------- a training that can fail
 #: What is raised at a place, once.
 _armed = {}
 
@@ -138,12 +137,11 @@ class Training:
             pass_by(f"between, {index}")
             loss.backward()
             losses.append(loss.detach())
-        numbers = gradients(self.model)
+        numbers = {"loss": torch.stack(losses), **gradients(self.model)}
         self.optimizer.step()
-        return {"loss": torch.stack(losses), **numbers, **weights(self.model)}
+        return numbers | weights(self.model)
 
 
-# ---------------------------------------------------------------------- how it fails
 def _fails(place, kind, training):
     _armed[place] = kind
     with pytest.raises(kind):

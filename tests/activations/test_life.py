@@ -3,8 +3,8 @@
 import errno
 import gc
 import itertools
-import os
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from torch import nn
 
 from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
+from tests import training
 from tests.activations.support import Calls, X, network, noise, with_gradients
-from tests.training import activations_only, assert_same_bits, gradients, left_bytes, on_disk
+from tests.training import assert_same_bits, break_disk, gradients, left_bytes, on_disk
 
 
 def tickets(engine):
     return engine._resources.store.live_tickets
 
 
-# ---------------------------------------------------------------------- ends of a graph
 def _sines(w):
     return (X @ w).exp().sin().cos().sum()
 
@@ -129,10 +129,8 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
     assert tickets(engine) == 0
 
 
-# ---------------------------------------------------------------------- when things end early
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     stored = model()
     on_disk(engine)
     with engine.forward():
@@ -150,30 +148,18 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
 
 
 def test_what_left_comes_back_after_the_model_was_detached(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     engine.detach_model(model)
     on_disk(engine)
     loss.backward()
     assert_same_bits(gradients(model), expected)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks_always_called
-
-
-def break_disk(patch, call, number):
-    """Let a system call fail."""
-
-    def broken(*args):
-        raise OSError(number, os.strerror(number))
-
-    patch.setattr(os, call, broken)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"):
+        assert not getattr(model, hooks)
 
 
 def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     on_disk(engine)
     with monkeypatch.context() as patch:
@@ -189,18 +175,16 @@ def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
     ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
 )
 def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, number, error_class):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     with monkeypatch.context() as patch:
         break_disk(patch, "pwritev", number)
-        told = False
-        try:
+        loss = None
+        # Unless the first of several saved tensors has failed before the last was put.
+        with suppress(error_class):
             loss = model()
             with pytest.raises(error_class):
                 on_disk(engine)
-        except error_class:
-            told = True  # the first of several saved tensors failed before the last was put
-    if not told:
+    if loss is not None:
         loss.backward()
         assert_same_bits(gradients(model), expected)
     with pytest.raises(error_class, match=r"could not write .* of activations"):
@@ -208,7 +192,7 @@ def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, num
 
 
 def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
-    with activations_only(disk, host="96KiB") as engine:
+    with training.activations_only(disk, host="96KiB") as engine:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
@@ -221,7 +205,6 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
         loss.backward()
 
 
-# ---------------------------------------------------------------------- batches
 def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(engine, monkeypatch):
     # On a busy machine tiny writes are so slow that batches would be smaller.
     monkeypatch.setattr(TierWrites, "rate", lambda *_, **__: None)
@@ -235,8 +218,7 @@ def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(e
         return value.sum()
 
     seen = [[]]
-    model, expected = with_gradients(chain)
-    engine.attach(model)
+    model, expected = with_gradients(chain, engine)
     for _ in range(2):
         seen.append([])
         model.zero_grad()

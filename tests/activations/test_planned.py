@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime import lifetime_plan as plans
@@ -23,7 +22,6 @@ LAYERS, ITEM = 10, 100 * MiB
 WAIT_SECONDS = 0.005
 
 
-# ---------------------------------------------------------------- a simulated training
 class Training:
     """Passes of one second a layer; items of the same kind have the same letter.
 
@@ -88,8 +86,7 @@ class Training:
         return stayed
 
     def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
-        trace = Trace(started_at=0.0)
-        storages = []
+        trace, storages = Trace(started_at=0.0), []
         for number, kind in enumerate(kinds):
             self.change(nbytes)
             trace.saved_bytes += nbytes
@@ -108,8 +105,7 @@ class Training:
             if storages[number] is None:
                 self.change(ITEM)
             trace.used(number)
-            seconds = len(storages) + 2.0 * len(trace.uses)
-            trace.uses[-1] = (number, seconds, 0.0)
+            trace.uses[-1] = (number, len(storages) + 2.0 * len(trace.uses), 0.0)
             self.budget.uses(trace, 0, ITEM)
             storages[number] = None
             self.change(-ITEM)
@@ -117,14 +113,12 @@ class Training:
         self.budget.learn(trace)
 
 
-# ---------------------------------------------------------------- what stays
 def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     training = Training()
     assert not any(training.step())
     assert not any(training.step())
     # 985 MiB less the 500 beside them: four items of 100 MiB may stay, those that are used first.
     assert training.step() == [False] * 6 + [True] * 4
-    assert training.budget.plan is not None
     assert training.budget.plan.hidden
     assert training.peak_bytes() <= 1000 * MiB
     assert training.budget.deviations == 0
@@ -199,9 +193,8 @@ def test_longer_sequences_than_planned_for_leave_what_should_have_stayed():
 def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, logger="offload_strategy"):
         training = Training(limit=110 * MiB, others=100 * MiB, passes=5)
-    told = [record for record in caplog.records if "cannot be kept" in record.message]
-    assert len(told) == 1
-    assert plans.CHECKPOINT in told[0].message
+    (told,) = (message for message in caplog.messages if "cannot be kept" in message)
+    assert plans.CHECKPOINT in told
     assert not any(training.step()), "everything leaves"
 
 
@@ -216,7 +209,6 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
     training = Training(None, speed=None, passes=3)  # 95 % of 2000 MiB
     assert all(training.step())
     assert training.budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
-    assert training.budget.profile is not None
     seen = 2 * LAYERS * ITEM / 30.0
     assert training.budget.profile.paths[0].write == pytest.approx(seen, rel=1e-3)
 
@@ -272,7 +264,6 @@ def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_
     assert all(Training(2000 * MiB, passes=3, file=items).step())
 
 
-# ---------------------------------------------------------------- overhead of I/O
 SAVED = 1000 * MiB
 SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
 
@@ -303,7 +294,6 @@ def test_overhead_is_the_slope_of_computing_over_what_is_moved():
     assert overhead(*noisy) == SLOPE
 
 
-# ---------------------------------------------------------------- an engine with a limit
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -319,8 +309,7 @@ class Net(nn.Module):
 def limited(directory, **planning):
     planning = {"device_memory": "auto", **planning}
     config = settings(directory, optimizer={"enabled": False}, planning=planning)
-    config["activations"] = {"min_size": 1}
-    return config
+    return {**config, "activations": {"min_size": 1}}
 
 
 def train(model, lengths, engine=None):
@@ -344,7 +333,6 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
         assert figures["offload/activations/plan_peak_bytes"] > 0
         assert figures["offload/activations/plan_limit_bytes"] > 0
         assert figures["offload/activations/step_left_bytes"] == 0, "there is room for all"
-    assert profile is not None
     # Items have the names of the modules that save them.
     assert profile.tensors[0].name == "layers.0 float32[8, 256]", "the input"
     assert profile.tensors[1].name == "Net float32[8, 256]", "what tanh saves, outside the layers"
@@ -357,10 +345,8 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
     with OffloadEngine(limited(tmp_path, plan=str(file))) as engine:
         assert_same_history(train(Net(), lengths[:4], engine), plain[:4])
         figures = engine.metrics()
-    leave, stay = (
-        sum(tensor.nbytes for tensor in tensors)
-        for tensors in (profile.tensors[:3], profile.tensors[3:])
-    )
+    leave = sum(tensor.nbytes for tensor in profile.tensors[:3])
+    stay = sum(tensor.nbytes for tensor in profile.tensors[3:])
     assert figures["offload/activations/step_saved_bytes"] > leave
     # What is still on its way when backward begins stays.
     assert figures["offload/activations/step_left_bytes"] <= leave

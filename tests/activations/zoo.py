@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 Batch = dict[str, Any]
 VOCABULARY = 64
 
-# ---------------------------------------------------------------------- models of transformers
-WIDE: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-}  # fmt: skip
+WIDE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2}
+WIDE |= {"num_attention_heads": 2, "intermediate_size": 32}
 DECODER: dict[str, Any] = {**WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1}
 
 #: Model, config and its options, by name in the zoo.
@@ -56,7 +54,6 @@ def pretrained(kind: str) -> nn.Module:
     return model
 
 
-# ---------------------------------------------------------------------- models of our own
 class Checkpointable(nn.Module):
     """A model that runs its blocks as regions, which checkpointing may recompute."""
 
@@ -78,13 +75,9 @@ class Residual(nn.Module):
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        first = nn.Conv2d(width_in, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        second = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.body = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
         self.short_cut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
             self.short_cut = nn.Sequential(
@@ -100,12 +93,8 @@ class ResNet(Checkpointable):
 
     def __init__(self, width: int = 8, classes: int = 5) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-        )
+        first = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.stem = nn.Sequential(*first, nn.ReLU(inplace=True), nn.MaxPool2d(2))
         self.blocks = nn.ModuleList([Residual(width, width, 1), Residual(width, 2 * width, 2)])
         self.head = nn.Linear(2 * width, classes)
 
@@ -134,7 +123,6 @@ class LSTM(Checkpointable):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels[:, 1:].flatten())
 
 
-# ---------------------------------------------------------------------- all of them, and data
 OWN: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "LSTM": LSTM}
 ZOO = (*CONFIGS, *OWN)
 
@@ -149,7 +137,6 @@ def build(kind: str, reentrant: bool | None = None) -> Any:
 
 
 def batch(kind: str, number: int) -> Batch:
-    """The same data for the same number, every time."""
     generator = torch.Generator().manual_seed(number)
     if kind in ("ViT", "ResNet"):
         images = torch.randn(2, 3, 16, 16, generator=generator)
@@ -159,7 +146,6 @@ def batch(kind: str, number: int) -> Batch:
 
 
 def loss_of(model: Any, data: Batch) -> torch.Tensor:
-    """The loss of a forward pass."""
     output = model(**data)
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     return loss

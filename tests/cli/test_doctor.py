@@ -33,7 +33,6 @@ def config(**sections):
 _CONFIG = config()
 
 
-# ---------------------------------------------------------------------------- the command
 @pytest.fixture
 def doctor(ssd_offload, monkeypatch):
     """Runs the command with a config; returns what it prints, of --json the checks by name."""
@@ -72,7 +71,7 @@ def test_without_a_path_those_of_the_config_are_looked_at(disk, doctor, tmp_path
     checks = doctor("--json", config=config(tiers=tiers))
     assert checks["config"]["found"] == "tiers: host, nvme"
     assert checks[f"{disk}: space"]["found"] == "64 MiB can be used"
-    tiers[1] |= {"path": str(tmp_path / "missing")}
+    tiers[1]["path"] = str(tmp_path / "missing")
     text = doctor(status=1, config=config(tiers=tiers))
     assert "mkdir -p -m 700" in text
     assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
@@ -93,7 +92,6 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
     assert f"{disk}: space" in text
 
 
-# ---------------------------------------------------------------------------- the machine
 def memory(total, available, limit=None, processes=1):
     """The check of a machine with so many GiB, of which a process wants 16."""
     tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
@@ -157,7 +155,7 @@ def tree(root, files):
 
 
 UNLIMITED = "9223372036854771712"
-V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V1, V2, LIMIT = "sys/fs/cgroup/memory", "sys/fs/cgroup", "memory.limit_in_bytes"
 
 
 @pytest.mark.parametrize(
@@ -170,14 +168,10 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
         ("0::/../other", {f"{V2}/memory.max": "60"}, 60),
         (
             "5:cpu:/x\n4:hugetlb,memory:/a",
-            {
-                f"{V1}/a/memory.limit_in_bytes": "50",
-                f"{V1}/memory.limit_in_bytes": UNLIMITED,
-                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1",
-            },
+            {f"{V1}/a/{LIMIT}": "50", f"{V1}/{LIMIT}": UNLIMITED, f"{V2}/cpu/x/{LIMIT}": "1"},
             50,
         ),
-        ("4:memory:/a", {f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
+        ("4:memory:/a", {f"{V1}/a/{LIMIT}": UNLIMITED}, None),
     ],
 )
 def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp_path):
@@ -191,7 +185,7 @@ def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp
         ("0::/a", f"{V2}/a/memory.max", "file 7\nanon 30000000000\nshmem 1000000000\nanon_thp 5"),
         (
             "4:memory:/a",
-            f"{V1}/a/memory.limit_in_bytes",
+            f"{V1}/a/{LIMIT}",
             "rss 9\nshmem 9\ntotal_cache 8\ntotal_rss 30000000000\ntotal_shmem 1000000000",
         ),
     ],
@@ -201,9 +195,8 @@ def test_what_other_processes_of_the_cgroup_have_is_not_available(
 ):
     memory = SimpleNamespace(available=50_000_000_000)
     monkeypatch.setattr(memory_limits.psutil, "virtual_memory", lambda: memory)
-    files = {"proc/self/cgroup": cgroup, limit: "40000000000"}
     own = psutil.Process().memory_info().rss
-    root = tree(tmp_path, files)
+    root = tree(tmp_path, {"proc/self/cgroup": cgroup, limit: "40000000000"})
     assert 40_000_000_000 - 2 * own < available_bytes(root) < 40_000_000_000 - own // 2
     tree(tmp_path, {f"{limit.rpartition('/')[0]}/memory.stat": statistics})
     assert available_bytes(root) == 9_000_000_000
@@ -266,7 +259,6 @@ def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     assert checks.check_gpu(tmp_path).status == WARNING
 
 
-# ---------------------------------------------------------------------------- paths
 def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
         found = [*check_path(disk, "nvme", direct=False)]

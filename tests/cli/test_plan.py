@@ -27,7 +27,6 @@ BOUNDED = f"{SEARCHED} --search --sequence 1024 --max-batch 16"
 ON_CPU = f"{SMALL} --vocabulary 8192 --sequence 256 --max-batch 8 --search --device cpu"
 RATES = "--read 0.6 --write 0.5"
 HERE = "--device cpu --host-memory 16GiB"
-CORES = Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 #: The config.json of a small model.
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8},
@@ -43,7 +42,7 @@ def known_cores(monkeypatch, tmp_path):
 
     def measured(shape, sequence, **given):
         asked.append((shape, sequence, given))
-        return CORES
+        return Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     monkeypatch.setattr(plan_search, "measured_cores", measured)
@@ -61,7 +60,6 @@ def plan(ssd_offload):
     return run
 
 
-# ------------------------------------------------------------------ three ways
 # What it prints of a named machine is in the documentation: tests/planner/test_figures.py.
 def test_a_model_is_described_by_options_or_a_config_of_hugging_face(plan, tmp_path):
     data = plan(f"{SMALL} {WORK} {MACHINE} --tflops 100 --json")
@@ -88,8 +86,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     data = plan(f"{tmp_path} {HERE} {RATES} --json")
     rates = [one["tokens_per_second"] for one in data["candidates"]]
     needs = [one["needs_bytes"]["memory"] for one in data["candidates"]]
-    assert rates == sorted(rates, reverse=True)
-    assert needs == sorted(needs, reverse=True)
+    assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
     assert needs[0] > needs[-1]
     # With less memory than the last one needs, nothing fits.
     less = f"{tmp_path} --device cpu {RATES} --host-memory {int(0.84 * needs[-1] / MiB)}MiB"
@@ -101,8 +98,8 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     assert advice["drives"] == "16x does not make it twice as fast, nor does less"
     assert "makes it more than 99x as fast" in advice["GPU"]
 
-    shrunken = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
-    shrunken = transformers.LlamaConfig(**LLAMA | shrunken)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
+    shrunken = transformers.LlamaConfig(**LLAMA | sizes)
 
     def losses(config):
         torch.manual_seed(0)
@@ -117,8 +114,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(loss.item())
-            written = engine.metrics()["offload/optimizer/written_bytes"]
-        return found, written
+            return found, engine.metrics()["offload/optimizer/written_bytes"]
 
     plain, _ = losses(None)
     for name, text in configs.items():
@@ -145,8 +141,7 @@ def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path,
         return {way: found[way] for way in ("fastest", "cheapest")}
 
     monkeypatch.setattr(plan_search, "three_ways", two)
-    printed = ssd_offload(*words, "--force").out
-    assert f"# cheapest\nis in {cheapest}\n" in printed
+    assert f"# cheapest\nis in {cheapest}\n" in ssd_offload(*words, "--force").out
     assert OffloadConfig.load(cheapest).parameters.enabled is True
     assert OffloadConfig.load(file).parameters.enabled is False
     assert not (tmp_path / "plan-in-between.yaml").exists()
@@ -159,8 +154,7 @@ def test_status_1_says_what_does_not_fit_and_writes_nothing(known_cores, plan, t
     for what in ("device memory is", "host memory is", "disk is", "not even a batch of 1 fits"):
         assert what in text
     file = tmp_path / "found.yaml"
-    searched = plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
-    assert "Nothing fits." in searched
+    assert "Nothing fits." in plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
     assert not file.exists()
     printed = plan(f"llama3-70b {HERE}", 1)
     assert "To make it fit:\n\n- memory is " in printed
@@ -207,7 +201,6 @@ def test_of_a_cluster_only_what_is_shown_is_searched_and_once(more, plan, monkey
     assert len(asked) == 3 or "--search" not in more
 
 
-# ------------------------------------------------------------------ this machine
 def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, monkeypatch):
     seen = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=20 * GiB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -222,8 +215,7 @@ def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, 
     assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
 
 
-def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, cache):
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
     assert [one.sources["read"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)
@@ -263,7 +255,6 @@ def test_the_cores_of_this_machine_are_measured():
     assert this_machine.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
 
 
-# ------------------------------------------------------------------ the search
 def test_what_drives_last_follows_from_what_is_written(plan, tmp_path):
     file = tmp_path / "found.yaml"
     words = f"--model gpt3-13b {WORK} --search --gpu a100-80g --ssd 2xP5510 --host-memory 24GiB"
@@ -318,13 +309,11 @@ def test_a_batch_of_auto_is_searched_and_what_changes_numbers_has_to_be_allowed(
     assert plain["overlap"] != allowed["overlap"] == "eager"
 
 
-# ------------------------------------------------------------------ the search on the CPU
 def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
     for words in (
         "billion parameters on the CPU with 1 x path and 1 GiB of memory",
-        "| leaves memory |",
-        "| memory | disk |",
+        *("| leaves memory |", "| memory | disk |"),
         "drives: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
         "| lifespan | the drive's rating is not known |",
         "cores: 150 GFLOPS",
@@ -351,14 +340,11 @@ def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path,
 
 
 def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, plan):
-    small, large = (
-        plan(f"{ON_CPU} {RATES} --host-memory 64GiB --tolerance {tolerance} --json")
-        for tolerance in (0.2, 0)
-    )
+    words = f"{ON_CPU} {RATES} --host-memory 64GiB"
+    small, large = (plan(f"{words} --tolerance {tolerance} --json") for tolerance in (0.2, 0))
     assert small["candidates"][0]["batch"] < large["candidates"][0]["batch"] == 8
 
 
-# ------------------------------------------------------------------ what is wrong
 RUN = f"{SMALL} {WORK} {MACHINE}"
 
 
@@ -374,7 +360,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (
-            "gpt2 --gpu h100 --device-memory 1GiB --write-plan x",
+            "gpt2 --gpu h100 --device-memory 1GB --write-plan x",
             "--device-memory, --write-plan: for",
         ),
         ("gpt2 --layers 2 --gated", "--layers, --gated: for a kind"),

@@ -18,8 +18,6 @@ def profile(tmp_path):
 
 @pytest.fixture
 def plan(ssd_offload, profile):
-    """Runs the command with the profile and returns what it prints."""
-
     def run(*words, status=0):
         return ssd_offload("plan", "--profile", profile, *words, status=status).out
 
@@ -52,7 +50,6 @@ def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(plan):
     assert CHECKPOINT in plan("--device-memory", "50MB", status=1)
 
 
-# ------------------------------------------------------------------ a script
 SCRIPT = """
 import sys
 import torch

@@ -11,17 +11,9 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
+from tests import training
 from tests.conftest import our_threads
-from tests.training import (
-    assert_same_bits,
-    attached,
-    gradients,
-    in_turn,
-    left_bytes,
-    same_with_and_without,
-    settings,
-    weights,
-)
+from tests.training import assert_same_bits, attached, gradients, left_bytes, settings, weights
 
 
 def model():
@@ -30,7 +22,6 @@ def model():
 
 
 def train(net, optimizer, count=2):
-    """A few steps; the loss of the last."""
     loss = torch.zeros(())
     for step in range(count):
         torch.manual_seed(step)
@@ -39,6 +30,14 @@ def train(net, optimizer, count=2):
         loss.backward()
         optimizer.step()
     return loss.detach()
+
+
+def trained(engine, count=2):
+    """A model that an engine has trained, and its optimizer."""
+    net = model()
+    optimizer = engine.attach(net, AdamW(net.parameters()))
+    train(net, optimizer, count)
+    return net, optimizer
 
 
 def assert_trains_by_itself(net):
@@ -52,7 +51,6 @@ def assert_trains_by_itself(net):
     assert_same_bits(gradients(net), gradients(twin))
 
 
-# ---------------------------------------------------------------------- attaching
 @pytest.fixture
 def engine(disk):
     with OffloadEngine(settings(disk)) as made:
@@ -64,11 +62,10 @@ def test_what_cannot_be_attached_is_refused_as_a_whole_and_with_the_reason(disk)
     empty.param_groups[0]["params"].clear()
     with torch.device("meta"):
         unmade = nn.Linear(3, 3)
-    sparse = nn.Parameter(torch.eye(3).to_sparse())
     refused = [
         ((net, LBFGS(net.parameters())), "needs a closure.*optimizer.enabled to false"),
         ((net, net.parameters()), "expected a torch.optim.Optimizer"),
-        ((net, SGD([sparse], 0.1)), "layout torch.sparse_coo"),
+        ((net, SGD([nn.Parameter(torch.eye(3).to_sparse())], 0.1)), "layout torch.sparse_coo"),
         ((None, empty), "no parameters, so there is nothing to offload"),
         ((nn.ReLU(),), "ReLU has no parameters, so there is nothing to train"),
         ((lambda x: x,), "expected a torch.nn.Module, got function"),
@@ -142,12 +139,10 @@ def test_sections_that_are_off_change_nothing(disk):
     assert OffloadEngine(settings(disk, activations=off, optimizer=off)).attach(net) is None
 
 
-# ---------------------------------------------------------------------- the end
 @pytest.mark.parametrize("way", ["closed twice", "an exception in the block"])
 def test_closing_takes_every_hook_off(disk, way):
-    engine, net = OffloadEngine(settings(disk)), model()
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    train(net, optimizer)
+    engine = OffloadEngine(settings(disk))
+    net, optimizer = trained(engine)
     assert not engine.closed
     if way == "closed twice":
         engine.close()
@@ -157,8 +152,7 @@ def test_closing_takes_every_hook_off(disk, way):
             raise ZeroDivisionError
     assert engine.closed
     assert our_threads() == set()
-    hooks = (net._forward_pre_hooks, net._forward_hooks, net._forward_hooks_always_called)
-    assert not any(hooks)
+    assert not any((net._forward_pre_hooks, net._forward_hooks, net._forward_hooks_always_called))
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     assert_trains_by_itself(net)
     with pytest.raises(OffloadError, match="engine is closed; create a new one"):
@@ -194,9 +188,7 @@ def test_a_clock_that_a_test_has_replaced_reaches_no_thread(disk, monkeypatch):
 def test_a_forgotten_engine_closes_itself(disk, kept):
     def forget():
         engine = OffloadEngine(settings(disk))
-        net = model()
-        optimizer = engine.attach(net, AdamW(net.parameters()))
-        train(net, optimizer)
+        net, optimizer = trained(engine)
         loss = net(torch.randn(4, 8)).sum()
         engine._resources.store.wait_for_writes()
         things = {"the model": net, "the optimizer": optimizer, "the loss": loss}
@@ -218,12 +210,14 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
     assert our_threads() == set()
 
 
-# ---------------------------------------------------------------------- all of it together
+#: The capacity of host memory of configs that are no presets.
+BY_HAND = {"on disk": None, "both tiers": "4KiB"}
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    in_turn(
-        ["on disk", "both tiers", "activations", "optimizer", "full"],
-        [torch.float64, torch.float32],
+    training.in_turn(
+        [*BY_HAND, "activations", "optimizer", "full"], [torch.float64, torch.float32]
     ),
 )
 def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypatch):
@@ -259,6 +253,6 @@ def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypa
         return [*history, weights(net)]
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))  # which presets use
-    by_hand = {"on disk": settings(disk), "both tiers": settings(disk, "4KiB")}
-    metrics = same_with_and_without(run, by_hand.get(config, config))
-    assert config not in by_hand or left_bytes(metrics) > 0
+    given = settings(disk, BY_HAND[config]) if config in BY_HAND else config
+    metrics = training.same_with_and_without(run, given)
+    assert config not in BY_HAND or left_bytes(metrics) > 0

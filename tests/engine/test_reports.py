@@ -22,11 +22,10 @@ from torch.optim import AdamW
 from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.engine.run_report import RunReport
 from offload_strategy.units import MiB
-from tests.engine.test_engine import model, train
+from tests.engine.test_engine import model, train, trained
 from tests.training import Block, on_disk, settings
 
 
-# ---------------------------------------------------------------------- metrics
 def contract_keys(tiers):
     """The keys that scripts outside of the project rely on."""
     moved = ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
@@ -99,10 +98,9 @@ def test_metrics_say_what_was_moved(disk):
     assert metrics["offload/activations/forwarded_bytes"] == 0
     for verb in ("written", "read", "forwarded"):
         assert metrics[f"offload/parameters/{verb}_bytes"] == 0
-    for name in ("activations/stall_seconds", "endurance/projected_years"):
+    rates = "tier/nvme/write_GBps", "tier/nvme/read_GBps"
+    for name in ("activations/stall_seconds", "endurance/projected_years", *rates):
         assert metrics[f"offload/{name}"] > 0
-    for name in ("write_GBps", "read_GBps"):
-        assert metrics[f"offload/tier/nvme/{name}"] > 0
 
 
 def test_a_run_that_wears_its_drives_is_told_once(disk, caplog):
@@ -129,16 +127,14 @@ def test_a_run_that_wears_its_drives_is_told_once(disk, caplog):
 def test_that_offload_is_not_needed_is_said_once(disk, caplog, monkeypatch, is_short):
     if is_short:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    net = model()
     with OffloadEngine(settings(disk)) as engine, caplog.at_level(logging.INFO, "offload_strategy"):
-        train(net, engine.attach(net, AdamW(net.parameters())), 5)
+        _ = trained(engine, 5)
     said = [text for text in caplog.messages if "not needed" in text]
     assert len(said) == (not is_short)
     for text in said:
         assert re.search(r"offload is not needed here: the .*iB that it moves would fit", text)
 
 
-# ---------------------------------------------------------------------- the report of a run
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
@@ -190,9 +186,8 @@ def test_figures_of_the_page_are_the_sums_of_the_metrics(run):
             key = f"offload/{client}/{verb}_bytes"
             assert moved[client, way] == after[key] - before[key] > 0
     stalls = [f"offload/{client}/stall_seconds" for client in ("activations", "optimizer")]
-    waited = sum(after[key] - before[key] for key in stalls)
     # Shorter waits than 10 µs are counted, but not recorded.
-    assert waits == pytest.approx(waited, abs=0.01)
+    assert waits == pytest.approx(sum(after[key] - before[key] for key in stalls), abs=0.01)
 
 
 def test_memory_is_told_when_tensors_are_saved_and_used(disk):

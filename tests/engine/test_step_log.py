@@ -24,13 +24,8 @@ from offload_strategy.units import MiB
 from tests.training import on_disk, settings
 
 measured_paths = sys.modules[MeasuredPaths.__module__]
+pytestmark = pytest.mark.usefixtures("cache")
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def engine_on(*directories, **sections):
@@ -59,15 +54,10 @@ def train(engine, steps=6, passes=1):
         optimizer.zero_grad()
 
 
-def compared(engine):
-    return engine.report().comparison
-
-
 def seconds(found, name, which="observed"):
     return getattr(found.part(name), which)
 
 
-# ---------------------------------------------------------------------- one run
 @pytest.mark.parametrize(
     ("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3), ("not offloaded", 1)]
 )
@@ -77,7 +67,7 @@ def test_a_step_is_the_sum_of_its_parts(disk, tmp_path, overlap, passes):
     with engine_on(disk, optimizer=section) as engine:
         train(engine, passes=passes)
         on_disk(engine)
-        found, profile = compared(engine), engine.profile()
+        found, profile = engine.report().comparison, engine.profile()
         assert engine._log.middle_step()[1] == passes
         states_bytes = engine.metrics()["offload/tier/nvme/used_bytes"]
     assert (states_bytes > 0) == offloads
@@ -141,7 +131,7 @@ def test_all_that_moves_in_a_step_is_predicted(disk):
             # That wait is predicted as none: in the time that is left all of it must be out, too.
             time.sleep(0.1)
             loss.backward()
-        found = compared(engine)
+        found = engine.report().comparison
         saved = engine.metrics()["offload/activations/step_left_bytes"]
     assert seconds(found, "written in a step", "predicted") == saved
     # With a few bytes before each, up to the begin of a page.
@@ -154,7 +144,7 @@ def test_a_limit_of_memory_tells_its_peak(disk):
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     peak = found.part("peak of memory")
     assert peak.unit == "B"
     assert peak.observed > 50 * MiB, "this process has torch in it"
@@ -193,7 +183,6 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
     assert log() is None
 
 
-# ---------------------------------------------------------------------- from run to run
 def observe(monkeypatch, **rates):
     """Let every path of a run have been seen with such rates."""
 
@@ -205,17 +194,17 @@ def observe(monkeypatch, **rates):
 
 def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(disk, monkeypatch, caplog):
     observe(monkeypatch, read=10e6, write=5e6)
-    compared_paths = []
+    compared = []
     for known in (None, 5e6):
         with engine_on(disk) as engine, caplog.at_level(logging.INFO):
             (queue,) = engine._resources.queues["nvme"]
             assert queue.bandwidth.rate(Direction.WRITE) == known
             train(engine)
-            compared_paths.append(compared(engine))
+            compared.append(engine.report().comparison)
         assert "the next run begins with" in caplog.text
-    first, again = (found.part(f"{disk} write") for found in compared_paths)
+    first, again = (found.part(f"{disk} write") for found in compared)
     assert (first.predicted, first.observed) == (None, 5e6)
-    assert any("nothing was known before this run" in text for text in compared_paths[0].remarks)
+    assert any("nothing was known before this run" in text for text in compared[0].remarks)
     assert again.predicted == pytest.approx(5e6)
     assert again.ratio == pytest.approx(1.0), "the path is as it was"
     assert again.remark == "predicted by 1 earlier run; seen over 1 MiB"
@@ -230,7 +219,7 @@ def test_a_path_that_has_nothing_to_do_is_not_judged(disk, why):
         config = settings(disk, activations={"budget": "0%"}, optimizer={"enabled": False})
     with OffloadEngine(config) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     for name in ("written in a step", "read in a step"):
         assert seconds(found, name, "predicted") == 0
         assert found.part(name).ratio == 1.0
@@ -249,7 +238,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half_and_not_repeated(tmp_path, 
     observe(monkeypatch, read=5e6, write=5e6)  # the path is slower than the probe saw
     with engine_on(*places) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     for place in places:
         part = found.part(f"{place} write")
         assert part.remark.startswith("predicted by a probe;")

@@ -11,10 +11,7 @@ import pytest
 
 OURS = ("SSD_OFFLOAD_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "WANDB_")
 
-OFFLOAD_ALL: dict[str, Any] = {
-    "mode": "always",
-    "activations": {"min_size": "1KiB", "budget": "100%"},
-}
+OFFLOAD_ALL = {"mode": "always", "activations": {"min_size": "1KiB", "budget": "100%"}}
 """Small enough for nearly everything that a tiny model saves to leave."""
 
 STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min_size": 1}}
@@ -23,29 +20,17 @@ STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """The environment of a fresh process: none of ours, no configs of the user's."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
-    return {
-        **clean,
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "SSD_OFFLOAD_DIR": str(home),
-        **variables,
-    }
+    own = {"HF_HOME": str(home / "hf"), "SSD_OFFLOAD_DIR": str(home), **variables}
+    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **own}
 
 
 def python(
     *arguments: str, home: Path, variables: Mapping[str, str] | None = None, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in `home` and return what it wrote."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=home,
-        env=environment(home, **(variables or {})),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    options: Any = {"capture_output": True, "text": True, "timeout": timeout, "cwd": home}
+    env = environment(home, **(variables or {}))
+    return subprocess.run([sys.executable, *arguments], env=env, check=False, **options)
 
 
 def tensorboard_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

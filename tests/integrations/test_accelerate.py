@@ -1,5 +1,6 @@
 """The engine inside `Accelerator.prepare`, against the same loop without, to the last bit."""
 
+import math
 import pickle
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.distributed.loops import same
 from tests.integrations.accelerate_runs import forget_accelerator, prepare, with_and_without
-from tests.integrations.lightning_runs import assert_equal, assert_same, batches, tiny_model
+from tests.integrations.lightning_runs import assert_equal, assert_same, tiny_model
 from tests.integrations.support import STREAMED, tensorboard_scalars
 from tests.training import moved
 
@@ -24,7 +25,6 @@ EAGER = {"optimizer": {"overlap": "eager"}}
 
 
 def offloading():
-    """An `Accelerator` with the plugin."""
     return Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
 
 
@@ -251,20 +251,10 @@ def test_other_files_are_left_to_accelerate(tmp_path, streamed):
 
 
 def test_streamed_weights_of_an_empty_model_are_filled():
-    with init_empty_weights():
-        model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin({**STREAMED, **EAGER})])
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    x, y = next(iter(batches()))
-    for _ in range(3):
-        loss = nn.functional.mse_loss(prepared(x), y)
-        accelerator.backward(loss)
-        wrapped.step()
-        wrapped.zero_grad()
-        assert torch.isfinite(loss)
-        del loss
-    accelerator.free_memory(prepared, wrapped)
+    plugin = SSDOffloadPlugin({**STREAMED, **EAGER})
+    run = prepare(plugin, make_model=init_empty_weights()(tiny_model)).train(3)
+    assert all(map(math.isfinite, run.losses))
+    run.accelerator.free_memory(run.model, run.optimizer)
 
 
 WRITTEN = "offload/activations/written_bytes"

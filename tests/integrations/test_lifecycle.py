@@ -117,8 +117,7 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
         config = {"optimizer": {"enabled": True}}
     with pytest.raises(OffloadError, match=wrong):
         fit(pl, tmp_path, lightning_runs.strategy_class(family)(config), module)
-    assert module.losses == []
-    assert open_files(tier) == []
+    assert (module.losses, open_files(tier)) == ([], [])
     assert not module._forward_pre_hooks
     module.make_optimizer = torch.optim.AdamW
     run = fit(pl, tmp_path, "ssd_offload", module, max_steps=5)
@@ -152,8 +151,7 @@ def test_no_thread_outlives_fit(pl, tmp_path, monkeypatch):
         for name in ("one", "two"):
             run.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
             assert set(threading.enumerate()) <= before
-    run = runs[0]
-    trainer = run.trainer
+    run, trainer = runs[0], runs[0].trainer
     with monkeypatch.context() as patch:
         for method in ("move", "move_adjacent"):
             patch.setattr(PosixBackend, method, slowly(getattr(PosixBackend, method)))
@@ -194,8 +192,7 @@ def train_with_lightning(end):
     ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
     options = {"max_steps": -1, "max_epochs": 2 if end == "workers" else -1}
     trainer = lightning_runs.make_trainer(pl, Path(), "ssd_offload", callbacks=[ready], **options)
-    workers = 2 if end == "workers" else 0
-    loader = DataLoader(batches().dataset, batch_size=16, num_workers=workers)
+    loader = DataLoader(batches().dataset, batch_size=16, num_workers=2 * (end == "workers"))
     trainer.fit(make_module(pl, fails_at=fails_at), loader)
 
 
@@ -206,7 +203,6 @@ def train_with_accelerate(end):
 
 
 def every_end(rank, directory):
-    """What came of each process of `ENDS`."""
     scripts = {}
     for name, status in ENDS.items():
         framework, end = name.split()
@@ -216,8 +212,7 @@ def every_end(rank, directory):
 
 
 def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path):
-    where = "tests.integrations.test_lifecycle:every_end"
-    (found,) = run_ranks(where, tmp_path, size=1, group=False)
+    (found,) = run_ranks(f"{__name__}:every_end", tmp_path, size=1, group=False)
     assert [end["status"] for end in found] == list(ENDS.values()), found
     for name, end in zip(ENDS, found, strict=True):
         assert end["left"] == [], name

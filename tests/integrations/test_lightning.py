@@ -24,7 +24,6 @@ from tests.training import moved
 
 
 def both(pl, root, *, module=None, **options):
-    """Train with and without offload, check that they agree, and return the former."""
     return lightning_runs.with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )
@@ -159,10 +158,8 @@ def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
         lightning_runs.make_trainer(pl, tmp_path, strategy_class(other)())
 
 
-# ---------------------------------------------------------------------- streamed weights
 def streaming(overlap):
-    config = {**STREAMED, "optimizer": {"overlap": overlap}}
-    return strategy_class("lightning.pytorch")(config)
+    return strategy_class("lightning.pytorch")({**STREAMED, "optimizer": {"overlap": overlap}})
 
 
 @pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
@@ -176,8 +173,7 @@ def test_streamed_weights_accumulate_clip_validate_and_resume_the_same(pl, tmp_p
         fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
         return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
 
-    engine = lightning_runs.with_and_without(run).engine
-    assert moved(engine, "parameters", "read") > 0
+    assert moved(lightning_runs.with_and_without(run).engine, "parameters", "read") > 0
 
 
 def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
@@ -213,11 +209,10 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
             module = make_module(pl)
         assert all(parameter.is_meta for parameter in module.parameters()) is empty
         assert not any(each.name.startswith("ssd-offload") for each in threading.enumerate())
-        engine = strategy.offload_engine
         if empty:
             trainer.fit(module, batches())
             assert len(module.losses) == 3
-            engine = strategy.offload_engine
+        engine = strategy.offload_engine
         del trainer, strategy
         engine.close()
         for parameter in module.parameters():
@@ -225,29 +220,22 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
             assert torch.isfinite(parameter).all()
 
 
-# ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
 TIER = {"name": "host", "kind": "dram", "capacity": "1MiB"}
 OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}
 
 
 def class_path(family):
-    strategy = strategy_class(family)
-    return f"{strategy.__module__}.{strategy.__name__}"
+    return f"{strategy_class(family).__module__}.SSDOffloadStrategy"
 
 
 def strategy_of_cli(pl, family, *arguments):
     """Parse a command line, make the Trainer that it asks for, and return its strategy."""
     pytest.importorskip("jsonargparse")
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    cli = importlib.import_module(f"{family}.cli").LightningCLI(
-        type(make_module(pl)),
-        args=list(arguments),
-        run=False,
-        save_config_callback=None,
-        trainer_defaults={**quiet, "accelerator": "cpu"},
-    )
-    return cli.trainer.strategy
+    options = {"trainer_defaults": {**quiet, "accelerator": "cpu"}, "save_config_callback": None}
+    make = importlib.import_module(f"{family}.cli").LightningCLI
+    return make(type(make_module(pl)), args=list(arguments), run=False, **options).trainer.strategy
 
 
 @lightning_runs.in_both_installs
@@ -283,8 +271,7 @@ def test_options_may_come_from_a_file_and_survive_being_written(pl, family, tmp_
     strategy = {"class_path": class_path(family), "init_args": {"config": OPTIONS}}
     file.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     given = strategy_of_cli(pl, family, f"--config={file}").config
-    assert given.tiers[0].capacity == 1024 * 1024
-    assert given.activations.min_size == 2048
+    assert (given.tiers[0].capacity, given.activations.min_size) == (1024 * 1024, 2048)
 
     with pytest.raises(SystemExit):
         strategy_of_cli(pl, family, f"--config={file}", "--print_config")

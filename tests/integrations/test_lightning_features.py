@@ -50,8 +50,6 @@ def fitted(name, behaviour=Behaviour, module=None, refused=None, before_training
         return session.outcome(*session.fit(session.module(behaviour, **module or {}), **options))
 
 
-# ---------------------------------------------------------------------- precision
-
 for _precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
     fitted(f'`precision="{_precision}"`', precision=_precision)
 
@@ -65,9 +63,6 @@ def _half_mixed(session):
     trainer, module = session.fit(plugins=[plugin], max_steps=30)
     assert scaler.get_scale() < 2.0**40
     return session.outcome(trainer, module, scale=scaler.get_scale())
-
-
-# ---------------------------------------------------------------------- optimization
 
 
 class _Adversarial(Behaviour):
@@ -139,8 +134,6 @@ class _Plateau(Behaviour):
 fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
 
 
-# ---------------------------------------------------------------------- the Trainer's options
-
 fitted("`overfit_batches`", overfit_batches=3)
 fitted("`fast_dev_run`", fast_dev_run=3)
 limits = {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
@@ -158,15 +151,14 @@ fitted("`reload_dataloaders_every_n_epochs`", reload_dataloaders_every_n_epochs=
 @feature("`barebones`")
 def _barebones(session):
     options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet = {**dict.fromkeys(options), "log_every_n_steps": None}
-    return session.outcome(*session.fit(barebones=True, **quiet))
+    unset = dict.fromkeys((*options, "log_every_n_steps"))
+    return session.outcome(*session.fit(barebones=True, **unset))
 
 
 @feature("`trainer.validate`, `test` and `predict`, before and after `fit`")
 def _evaluation(session):
     found = []
-    module = session.module()
-    trainer = session.trainer()
+    trainer, module = session.trainer(), session.module()
 
     def evaluate():
         found.append(trainer.validate(module, batches(2), verbose=False))
@@ -197,9 +189,6 @@ def _interrupt(session):
     return session.outcome(*ended, before=module.losses, interrupted=trainer.interrupted)
 
 
-# ---------------------------------------------------------------------- callbacks
-
-
 def with_callback(kind, arguments=None, name=None, **options):
     """A feature that is a callback, of which the state that it saves is compared as well."""
 
@@ -215,8 +204,7 @@ with_partial_group = "`GradientAccumulationScheduler`, with a partial last group
 with_callback("GradientAccumulationScheduler", groups, with_partial_group, **TWO_EPOCHS)
 averaging = {"swa_lrs": 1e-2, "swa_epoch_start": 1}
 with_callback("StochasticWeightAveraging", averaging, max_steps=-1, max_epochs=3)
-averages = "`WeightAveraging`, `EMAWeightAveraging`"
-with_callback("EMAWeightAveraging", name=averages, max_steps=15)
+with_callback("EMAWeightAveraging", name="`WeightAveraging`, `EMAWeightAveraging`", max_steps=15)
 stopping = {"monitor": "loss", "stopping_threshold": 0.9, "check_on_train_epoch_end": True}
 with_callback("EarlyStopping", stopping, max_steps=-1, max_epochs=6)
 with_callback("LearningRateFinder", {"num_training_steps": 12, "early_stop_threshold": None})
@@ -258,9 +246,9 @@ def _checkpoints(session):
     )
     options = {"callbacks": [saving], "enable_checkpointing": True}
     trainer, module = session.fit(session.module(scheduler=True), max_steps=20, **options)
-    module_again, best = session.module(scheduler=True), saving.best_model_path
+    best = saving.best_model_path
     return session.outcome(
-        *session.fit(module_again, max_steps=30, ckpt_path=best),
+        *session.fit(session.module(scheduler=True), max_steps=30, ckpt_path=best),
         first=session.outcome(trainer, module),
         names=sorted(path.name for path in (session.root / "best").iterdir()),
         best=(Path(best).name, saving.best_model_score),
@@ -321,9 +309,6 @@ def _summary(session):
     return session.outcome(trainer, module, shown=shown, after=str(ModelSummary(module, -1)))
 
 
-# ---------------------------------------------------------------------- loggers and profilers
-
-
 @feature("`LearningRateMonitor`, `DeviceStatsMonitor`, `ThroughputMonitor`, several loggers")
 def _loggers(session):
     pl = session.pl
@@ -377,41 +362,33 @@ profiled("AdvancedProfiler", _in_file)
 profiled("PyTorchProfiler", lambda it, root: bool(it.function_events), export_to_chrome=False)
 
 
-# ---------------------------------------------------------------------- every one of them
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
+@quiet()
 def test_a_feature_is_identical_or_refused(feature, tmp_path):
-    expected = _run(feature, Session(tmp_path, None))
+    expected = feature.run(Session(tmp_path, None))
     verdicts = []
     for overlap in ("commit", "eager"):
         session = Session(tmp_path, overlap)
         if overlap == "eager" and feature.refused_with_eager is not None:
             with pytest.raises(OffloadError, match=feature.refused_with_eager):
-                _run(feature, session)
+                feature.run(session)
             begun = sum(len(module.losses) for module in session.modules)
-            micro_batches = 2  # of a step, at most
-            assert begun in ([0] if feature.before_training else [1, micro_batches])
+            # Of a step, which has two micro-batches at most.
+            assert begun in ([0] if feature.before_training else [1, 2])
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
             torch.ones(1, requires_grad=True).sum().backward()
             verdicts.append("refused" if feature.before_training else "refused in the first step")
             continue
-        assert_same_state_dict(_run(feature, session), expected, in_order=False)
+        assert_same_state_dict(feature.run(session), expected, in_order=False)
         for client in ("activations", "optimizer"):
             assert (session.moved_bytes(client) > 0) == feature.trains
         verdicts.append("identical" if feature.trains else "identical; nothing is moved")
-    row = f"| {feature.name} | {' | '.join(verdicts)} |"
-    assert row in DOCUMENT.read_text().splitlines()
-
-
-def _run(feature, session):
-    with quiet():
-        return feature.run(session)
+    assert f"| {feature.name} | {' | '.join(verdicts)} |" in DOCUMENT.read_text().splitlines()
 
 
 def test_the_document_has_the_features_that_are_tried_and_no_others():
     pattern = r"^\| (.*?) \| (?:identical|refused)"
-    names = re.findall(pattern, DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert names == list(FEATURES)
+    assert re.findall(pattern, DOCUMENT.read_text(), flags=re.MULTILINE) == list(FEATURES)

@@ -23,8 +23,6 @@ ROWS = 16 * MICRO_BATCHES
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train."""
-
     overlap: str | None = None  # `optimizer.overlap`; None for plain PyTorch
     follow: bool = True  # Whether the engine is told of the schedule
     # Whether the schedule divides gradients by the number of micro-batches, or the loss does
@@ -101,8 +99,7 @@ def train(rank, name, way, tier):
     if engine is not None and way.follow:
         follow_schedule(engine, pipeline.schedule)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    found = {"losses": [], "gradients": []}
-    metrics, missed = {}, []
+    found, metrics, missed = {"losses": [], "gradients": []}, {}, []
     for _ in range(STEPS):
         losses = []
         before = engine.metrics() if engine else {}
@@ -134,19 +131,16 @@ def train(rank, name, way, tier):
 
 
 def check_refusals(rank, tier):
-    """What cannot work is refused before any step."""
+    divided = "scale_grads=False.*overlap: commit", "1F1B", Way("eager")
     together = Way("eager", divides=False, together=True)
-    for message, name, way in (
-        ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
-        ("optimizer for each stage", "interleaved 1F1B", together),
-    ):
+    shared = "optimizer for each stage", "interleaved 1F1B", together
+    for message, name, way in (divided, shared):
         pipeline = Pipeline(rank, name, way, tier)
         with pipeline.engine, pytest.raises(ConfigError, match=message):
             follow_schedule(pipeline.engine, pipeline.schedule)
 
 
 def every_schedule(rank, directory):
-    """Train every schedule in every way, with and without offload."""
     tier = directory / f"tier{rank}"
     tier.mkdir()
     check_refusals(rank, tier)
@@ -174,13 +168,12 @@ def every_schedule(rank, directory):
                 # Of a step, only what is asked for first of all was not fetched ahead of anything.
                 # But the last stage goes back at once after each forward: what it has just saved
                 # is asked for.
-                most = 1 if name == "GPipe" or rank == 0 else 4
-                assert missed[-3:] == [most] * 3
+                assert missed[-3:] == [1 if name == "GPipe" or rank == 0 else 4] * 3
     assert list(tier.iterdir()) == []
 
 
 def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path):
-    run_ranks("tests.integrations.test_pipelines:every_schedule", tmp_path)
+    run_ranks(f"{__name__}:every_schedule", tmp_path)
 
 
 def test_what_is_no_schedule_is_refused():

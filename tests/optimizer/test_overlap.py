@@ -56,11 +56,9 @@ def test_what_is_in_host_memory_stays_there(overlap, disk):
             on_disk(engine)
             written.append(moved(engine, "optimizer"))
             assert host.used_bytes == 2 * 2 * 64 * 4
-        per_step = {later - earlier for earlier, later in pairwise(written)}
-        assert per_step == {2 * 2 * 64 * 4}
+        assert {later - earlier for earlier, later in pairwise(written)} == {2 * 2 * 64 * 4}
 
 
-# ---------------------------------------------------------------------- eager
 #: `gradients/test_life.py` has the operators, that of loss scalers among them.
 def test_gradients_that_were_used_are_refused_from_the_first_step(disk):
     with offloading(disk, "eager") as engine:
@@ -76,8 +74,7 @@ def test_gradients_that_were_used_are_refused_from_the_first_step(disk):
 def test_weights_change_during_backward_and_gradients_are_freed(disk):
     with offloading(disk, "eager", host="1MiB") as engine:
         run = Run(adamw, engine)
-        alive = []
-        parameter = run.model.tied.weight
+        alive, parameter = [], run.model.tied.weight
         before = parameter.detach().clone()
         for each in run.model.parameters():
             if each.requires_grad:
@@ -116,7 +113,6 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         assert engine._resources.pool.usage().lent_bytes == 0
 
 
-# ---------------------------------------------------------------------- clipping and loss scaling
 STEPS = 14
 
 
@@ -131,10 +127,7 @@ def place(request, disk):
 def _steps_ahead(make, script, *where):
     """Train with and without offload; returns the steps that ran ahead, and those in vain."""
     metrics = compare(script, make, *where)
-    return (
-        metrics["offload/optimizer/speculated_steps"],
-        metrics["offload/optimizer/redone_steps"],
-    )
+    return [metrics[f"offload/optimizer/{verb}_steps"] for verb in ("speculated", "redone")]
 
 
 def _each(do):
@@ -164,17 +157,14 @@ ALIKE = [
     lambda g: g.clamp_(max=1e-3).mul_(2),
 ]
 NOW_AND_THEN = (7, 13)
-FORESEEN = (STEPS, STEPS - 3, 1)
+UNCHANGED, FORESEEN = (STEPS, STEPS, 0), (STEPS, STEPS - 3, 1)
 
 #: What is done to gradients, in how many steps, how many run ahead, and how many of those in vain.
 CLIPS = {
-    "a norm that never bites": (_limit(lambda _: 1e9), (STEPS, STEPS, 0)),
-    "a largest value that never bites": (
-        _limit(lambda _: 1e9, norm_type=torch.inf),
-        (STEPS, STEPS, 0),
-    ),
-    "factors of one": (_each(_changing_nothing), (STEPS, STEPS, 0)),
-    "reading": (_each(lambda g: g.sum()), (STEPS, STEPS, 0)),
+    "a norm that never bites": (_limit(lambda _: 1e9), UNCHANGED),
+    "a largest value that never bites": (_limit(lambda _: 1e9, norm_type=torch.inf), UNCHANGED),
+    "factors of one": (_each(_changing_nothing), UNCHANGED),
+    "reading": (_each(lambda g: g.sum()), UNCHANGED),
     "a limit of values": (lambda m, _: clip_grad_value_(m.parameters(), 1e-3), FORESEEN),
     "a factor": (_each(lambda g: g.mul_(0.5)), FORESEEN),
     "a divisor": (_each(lambda g: g.div_(3)), FORESEEN),
@@ -208,7 +198,7 @@ def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(name, pla
             if isinstance(seen, torch.Tensor):
                 run.history[-1]["seen"] = seen.detach().clone()
 
-    assert [*_steps_ahead(adamw, train, place)] == expected
+    assert _steps_ahead(adamw, train, place) == expected
 
 
 @pytest.mark.parametrize(
@@ -230,8 +220,7 @@ def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
             loss = loss_of(run.model, number)
             scaler.scale(loss).backward()
             if number in overflows:
-                gradient = run.model.first.weight.grad
-                assert gradient is not None
+                gradient = run.model.first.weight.grad  # which is held on to
                 gradient[0, 0] = float("inf")
             if clip is not None:
                 scaler.unscale_(run.optimizer)

@@ -48,7 +48,6 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(pair_of, rig, zeroing, monke
     pair.check()
 
 
-# ---------------------------------------------------------------------- life
 def test_nothing_is_left_when_it_is_gone(pair_of, rig):
     parameter = nn.Parameter(torch.empty_like(gradient()))
 
@@ -167,7 +166,6 @@ def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(pair
     pair.check()
 
 
-# ---------------------------------------------------------------------- used up by an update
 WHAT = "parameter 'head.weight' (3 x 5)"
 
 
@@ -176,14 +174,12 @@ def consumed():
 
 
 #: Acts that need no values, or are refused for another reason.
-WITHOUT_VALUES = frozenset(
-    {
-        *("full like it", "empty like it", "like it in another dtype", "random like it"),
-        *("repr", "classes", "bool", "unchanged by to", "not a scalar"),
-        *("filled", "filled by a tensor", "copied into", "copied from its transpose", "data set"),
-        *("data set to another shape", "from a vector", "refused", "refused for its limit"),
-    }
-)
+WITHOUT_VALUES = {
+    *("full like it", "empty like it", "like it in another dtype", "random like it"),
+    *("repr", "classes", "bool", "unchanged by to", "not a scalar"),
+    *("filled", "filled by a tensor", "copied into", "copied from its transpose", "data set"),
+    *("data set to another shape", "from a vector", "refused", "refused for its limit"),
+}
 USES = {
     **{n: act for n, act in (READS | PINS | STEPS).items() if n not in WITHOUT_VALUES},
     "norm of data": lambda g: g.data.norm(),
