@@ -1,18 +1,16 @@
 """What people install carries everything that they can use."""
 
 import configparser
-import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "offload_strategy"
+from tests.module_map import PACKAGE, ROOT
+from tests.support import run_python
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Where each top-level folder goes inside the package.
 MAPPED = {"callbacks", "configs", "examples"}
@@ -35,9 +33,7 @@ def dist(tmp_path_factory):
     leave_out = ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
     copytree(ROOT, tree, symlinks=True, ignore=leave_out)
     output = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_python("-m", "build", "--no-isolation", "--outdir", output, tree)
     return output
 
 
@@ -75,10 +71,7 @@ def test_the_presets_of_the_wheel_are_read_without_the_source_tree(wheel, tmp_pa
         "import offload_strategy.config as c; print(c.__file__); "
         "print(*c.presets()); print(c.OffloadConfig.load('full').optimizer.enabled)"
     )
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    file, names, enabled = done.stdout.splitlines()
+    file, names, enabled = run_python("-P", "-c", code, cwd=tmp_path).splitlines()
     assert file.startswith(str(tmp_path))
     assert names == "activations full optimizer"
     assert enabled == "True"

@@ -17,6 +17,7 @@ from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.io.regions.unnamed_files import PageFile
 from offload_strategy.units import MiB
 from tests.conftest import deleted_files
+from tests.support import raising
 from tests.training import bits
 
 
@@ -139,10 +140,7 @@ def test_the_next_directory_is_taken_where_the_first_one_is_gone(is_last, disk, 
 
 
 def test_a_write_that_fails_says_where(disk, monkeypatch):
-    def fail(self, view, offset):
-        raise OSError(5, os.strerror(5))
-
-    monkeypatch.setattr(PageFile, "write", fail)
+    monkeypatch.setattr(PageFile, "write", raising(OSError(5, os.strerror(5))))
     with (
         ScratchFile([disk]) as file,
         pytest.raises(StorageError, match=rf"469.*KiB of optimizer states .*{disk}: Input/output"),

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from offload_strategy import ConfigError
-from offload_strategy.config import (
-    ActivationsConfig,
-    OffloadConfig,
-    presets,
-)
+from offload_strategy.config import ActivationsConfig, OffloadConfig, presets
 from offload_strategy.units import GiB, KiB, MiB, TiB
+from tests.module_map import ROOT
+from tests.support import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 
 CONTRACT = """
@@ -292,11 +287,8 @@ def test_every_key_has_a_description():
 
 
 def test_reading_a_config_imports_no_torch():
-    code = (
-        "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    code = "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
+    run_python("-c", f"{code} sys.exit('torch' in sys.modules)")
 
 
 def test_our_launch_file_has_a_config_and_accelerate_accepts_its_rest(tmp_path):

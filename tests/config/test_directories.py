@@ -1,8 +1,6 @@
 """Where directories of tiers lie, what their file systems are, and which ones are refused."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -20,8 +18,8 @@ from offload_strategy.config import (
 )
 from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from tests.io.loop_devices import loop_disk
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.module_map import ROOT
+from tests.support import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +79,12 @@ def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
                 os.chown(place, 65534, 65534)
         places[2].parent.chmod(0o700 if os.getuid() == 0 else 0o000)
         Path(folder).chmod(0o755)
-        command = [sys.executable, "-c", AS_ANOTHER_USER, *map(str, places)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+        said = run_python("-c", AS_ANOTHER_USER, *places, timeout=280, env=environment)
         for place in (*places[:2], places[2].parent):
             place.chmod(0o700)
-        assert done.returncode == 0, done.stderr
         reasons = 2 * ["not writable for this user"] + ["cannot be reached: Permission denied"]
-        for place, told, reason in zip(places, done.stdout.splitlines(), reasons, strict=True):
+        for place, told, reason in zip(places, said.splitlines(), reasons, strict=True):
             assert all(words in told for words in ("'nvme'", str(place), reason))
             assert list(place.iterdir()) == []
 

@@ -23,6 +23,7 @@ from offload_strategy.optimizer.ranks.gradient_reductions import GradientReducti
 from tests.distributed.loops import STEPS, Net, check, config, run_steps, same
 from tests.distributed.ranks import run_ranks
 from tests.optimizer import custom_optimizers
+from tests.support import raising
 from tests.training import assert_same_bits, moved, settings, weights
 
 
@@ -192,14 +193,10 @@ def maybe_offloading(directory, offload):
 
 def one_has_no_room(step, net, optimizer):
     """Collect the states where rank 0 has no room for them: all ranks are told, and go on."""
-
-    def full(_):
-        raise TierFullError("there is no room")
-
     told = "there is no room" if dist.get_rank() == 0 else "another rank could not collect"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(ScratchFile, "open", full)
+            patch.setattr(ScratchFile, "open", raising(TierFullError("there is no room")))
         with pytest.raises(OffloadError, match=told):
             optimizer.consolidate_state_dict()
 

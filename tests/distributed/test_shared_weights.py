@@ -21,6 +21,7 @@ from offload_strategy.telemetry import Direction
 from tests.distributed.loops import Net, check, config, run_steps
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import STREAMED, train
+from tests.support import raising
 
 STEPS = 6
 WRITTEN = "offload/parameters/written_bytes"
@@ -77,14 +78,6 @@ def test_a_machine_writes_each_new_weight_once_whatever_the_number_of_ranks(tmp_
 
 
 # ---------------------------------------------------------------------- what cannot be shared
-def no_files(self):
-    return []
-
-
-def cannot_open(self, identity):
-    raise ConfigError("it cannot be opened")
-
-
 def holding(kept):
     """Hold the memory of one weight on every rank, which keeps it from being offloaded."""
 
@@ -102,8 +95,9 @@ def kept_by_each(rank, directory, what):
         if what == "encrypted":
             others = {"io": {"encryption": True}}
         elif what == "one has no files" and rank == 1:
-            patch.setattr(SharedFiles, "identities", no_files)
+            patch.setattr(SharedFiles, "identities", lambda self: [])
         elif what == "one cannot open" and rank == 0:
+            cannot_open = raising(ConfigError("it cannot be opened"))
             patch.setattr(shared_tickets.SharedFile, "__init__", cannot_open)
         elif what == "held":
             options = {"after": holding([])}
@@ -240,16 +234,12 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, what):
 
 def one_cannot_write(rank, directory):
     """Where one rank cannot store its weights, all ranks raise in the same step."""
-
-    def share(files, ticket):
-        raise StorageError("the disk is gone")
-
     words = "the disk is gone" if rank == 1 else "another rank could not store new weights"
     with pytest.MonkeyPatch.context() as patch, OffloadEngine(
         sections(directory, "commit")
     ) as engine:  # fmt: skip
         if rank == 1:
-            patch.setattr(SharedFiles, "share", share)
+            patch.setattr(SharedFiles, "share", raising(StorageError("the disk is gone")))
         with pytest.raises(OffloadError, match=words) as raised:
             train(rank, engine, steps=range(1))
         assert any("Go on from the last checkpoint" in note for note in raised.value.__notes__)

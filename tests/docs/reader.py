@@ -21,7 +21,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from textwrap import dedent
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.module_map import ROOT
+
 PRELOADED = [
     "torch",
     "lightning.pytorch",

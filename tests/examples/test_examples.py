@@ -21,8 +21,8 @@ from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.support import OFFLOAD_ALL, environment, tensorboard_scalars
+from tests.module_map import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 HARD = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
 HARD += ["--accumulate=4", "--clip=1.0"]

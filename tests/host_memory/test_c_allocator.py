@@ -1,12 +1,11 @@
 """What glibc keeps of freed memory, and processes whose freed tensors leave no gaps in its heap."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from offload_strategy.host_memory.c_allocator import leaves_gaps
+from tests.support import run_python
 
 pytestmark = pytest.mark.skipif(
     not (getattr(os, "confstr_names", None) and (os.confstr("CS_GNU_LIBC_VERSION") or "")),
@@ -48,14 +47,8 @@ print(freed_memory.nbytes() >> 20)
 
 def _run(**variables):
     environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [int(number) for number in done.stdout.split()]
+    printed = run_python("-c", _PROGRAM, env={**environment, **variables})
+    return [int(number) for number in printed.split()]
 
 
 def test_memory_that_was_freed_is_there_again_without_page_faults():

@@ -20,6 +20,7 @@ from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 from tests.store.rig import meanwhile
+from tests.support import raising, run_forked
 
 needs_arena = pytest.mark.skipif(
     not arena.can_be_used(), reason="needs Linux, without strict counting of addresses"
@@ -149,13 +150,7 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes):
         gc.collect()
         return unseen and all(memory[:] == b"c" * (1 * MiB) for memory in own)
 
-    process = os.fork()
-    if process == 0:
-        try:
-            os._exit(0 if child() else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(process, 0)[1] == 0
+    run_forked(child)
     assert all(bool((buffer == 5).all()) for buffer in acquired)
 
 
@@ -287,11 +282,7 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(monkeypatch, why):
     if why == "the system":
         monkeypatch.setattr(pool_module, "can_be_used", lambda: False)
     else:
-
-        def refuse(self, budget):
-            raise OffloadError("could not map 64 MiB of host memory")
-
-        monkeypatch.setattr(Arena, "__init__", refuse)
+        monkeypatch.setattr(Arena, "__init__", raising(OffloadError("could not map 64 MiB")))
     pool = BufferPool(16 * MiB)
     acquired = [acquire(pool, 3 * MiB) for _ in range(5)]
     assert pool.usage().held_bytes == 15 * MiB

@@ -14,6 +14,7 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import MiB
 from tests.io.conformance import HostMemory, begin
 from tests.io.loop_devices import loop_device, loop_disk, need, run
+from tests.support import run_forked
 
 SIZE = 32 * MiB
 
@@ -105,11 +106,7 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device):
     region, written = Region(device, "raw"), os.urandom(1 * MiB)
     extent = region.allocate(1 * MiB)
     move(region, extent.offset, written, write=True)
-    child = os.fork()
-    if child == 0:
-        region.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    run_forked(region.close)
     assert move(region, extent.offset, written) == written
     region.close()
 

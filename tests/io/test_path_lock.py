@@ -21,6 +21,7 @@ from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
 from tests.io.backends import ManualBackend, submit
+from tests.support import raising
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
@@ -275,10 +276,7 @@ def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(queue
 def test_a_read_begins_without_a_lock_that_does_not_work_or_that_no_thread_can_wait_for(
     queue, manual, monkeypatch, owner, call, error
 ):
-    def refuse(*_):
-        raise error
-
-    monkeypatch.setattr(owner, call, refuse)
+    monkeypatch.setattr(owner, call, raising(error))
     done = submit(queue, 0, 1, READ)
     until(lambda: bool(manual.waiting))
     manual.complete_all()

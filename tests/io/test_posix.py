@@ -20,6 +20,7 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
 from tests.io.conformance import HostMemory, Outcome, begin
+from tests.support import raising
 
 BLOCK = 16 * PAGE_BYTES
 CALLS = pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -180,10 +181,8 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
 
 
 def test_where_no_thread_can_start_a_running_one_is_enough_and_else_the_job_never_runs(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
     pool, ran = ThreadPool("ssd-offload-test", 2), []
+    refuse = raising(RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         pool.submit(lambda: ran.append("refused"))

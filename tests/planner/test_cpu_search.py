@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -25,8 +23,8 @@ from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
+from tests.support import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 #: 98 million parameters: 1.46 GiB with gradients and both moments.
 GPT_98M = TransformerShape("gpt", 12, 768, 12, 8192, tied=False, max_positions=256)
 P = GPT_98M.parameters
@@ -146,12 +144,10 @@ print(peak_bytes(384, 6, 8, 4) - process)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_is_counted_is_what_training_takes():
-    command = [sys.executable, "-c", _MEASURES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     shape = TransformerShape("gpt", 6, 384, 6, 4096, tied=False, max_positions=256)
     counted = needed(request(shape=shape), Settings(8, 4, 256))
     # A few megabytes are the kernels' own.
-    assert counted == pytest.approx(int(done.stdout), rel=0.12, abs=24 * MiB)
+    assert counted == pytest.approx(int(run_python("-c", _MEASURES)), rel=0.12, abs=24 * MiB)
 
 
 # ------------------------------------------------------------------ seconds, by hand

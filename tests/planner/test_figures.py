@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +31,10 @@ from offload_strategy.planner.search.settings import weight_buffers, weights_in_
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import SECONDS_PER_YEAR, GiB
+from tests.module_map import ROOT
 from tests.training import Block, saved_storages
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+DOCS = ROOT / "docs" / "planning.md"
 
 
 # ------------------------------------------------------------------ the documentation

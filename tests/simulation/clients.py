@@ -11,9 +11,7 @@ import torch
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.units import PAGE_BYTES as PAGE
-from tests.simulation.scheduler import (
-    SimulatedThread,
-)
+from tests.simulation.scheduler import SimulatedThread
 from tests.simulation.world import CONTENT, POISON, Memory, World, scheduled
 
 

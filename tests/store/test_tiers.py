@@ -19,6 +19,7 @@ from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, PathTier, Quota, deal
 from offload_strategy.units import GiB, KiB, MiB
 from tests.store.rig import CLIENT, PAGE, meanwhile, noise
+from tests.support import raising
 
 IN_MEMORY, STORED, WRITING = TicketState.IN_MEMORY, TicketState.STORED, TicketState.WRITING
 
@@ -88,12 +89,9 @@ def test_one_capacity_over_several_paths(pair):
 
 
 def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
-    def refuse(nbytes):
-        raise StorageError("the file cannot grow")
-
     payload = noise(24 * UNIT)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.regions[1], "allocate", refuse)
+        patch.setattr(pair.regions[1], "allocate", raising(StorageError("cannot grow")))
         with pytest.raises(StorageError, match="cannot grow"):
             pair.put(payload)
     assert pair.disk.used_bytes == pair.store.live_tickets == 0
@@ -345,9 +343,7 @@ def test_a_range_of_a_foreign_file_is_read_and_never_written(rig, foreign, shard
 
 
 def test_a_foreign_file_that_fails_leaves_no_descriptor(shard, monkeypatch):
-    def fails(*_):
-        raise OSError(errno.EIO, "the disk fails")
-
+    fails = raising(OSError(errno.EIO, "the disk fails"))
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fails)

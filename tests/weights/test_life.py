@@ -18,6 +18,7 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
+from tests.support import raising
 from tests.training import assert_same_bits, bits, gradients, in_turn, moved, on_disk, weights
 from tests.weights.support import (
     Net,
@@ -217,12 +218,8 @@ def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(engine, monkey
     model = net()
     engine.attach(model)
     on_disk(engine)
-
-    def fail(ticket):
-        raise StorageError("the disk fails")
-
     with monkeypatch.context() as broken:
-        broken.setattr(engine._resources.store, "private", fail)
+        broken.setattr(engine._resources.store, "private", raising(StorageError("the disk fails")))
         with pytest.raises(StorageError, match="the disk fails"):
             loss(model)
     assert_same_bits(gradients_of(model), gradients_of(net()))
@@ -275,12 +272,9 @@ def test_an_error_leaves_no_weight_in_use(model, optimizer, engine, place, recom
 @pytest.mark.parametrize("at_once", [True, False], ids=["and then the end", "and passes after it"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_and_no_step_after_it(engine, error, at_once):
-    def fail(*args):
-        raise error
-
     model, expected = net(), weights(net())
     engine.attach(model)
-    handle = model.blocks[1].up.register_forward_pre_hook(fail)
+    handle = model.blocks[1].up.register_forward_pre_hook(raising(error()))
     model.eval()
     with torch.set_grad_enabled(at_once), pytest.raises(error):
         loss(model)
