@@ -97,10 +97,9 @@ def test_every_sub_package_is_listed_in_pyproject():
 
 
 def test_every_module_has_a_layer():
-    contracts = PROJECT["tool"]["importlinter"]["contracts"]
     layers = {
         part.strip()
-        for contract in contracts
+        for contract in PROJECT["tool"]["importlinter"]["contracts"]
         for layer in contract.get("layers", [])
         for part in layer.replace("|", ":").split(":")
     }
@@ -110,12 +109,10 @@ def test_every_module_has_a_layer():
         if (entry.is_dir() and entry.name != "__pycache__") or entry.suffix == ".py"
     }
     # The root imports the public names; autoload has a contract of its own.
-    own = {"offload_strategy.__init__", "offload_strategy.autoload"}
-    assert modules - own - layers == set()
+    assert modules - {"offload_strategy.__init__", "offload_strategy.autoload"} - layers == set()
 
 
 def test_the_links_for_tools_lead_to_the_mapped_folders():
     for folder in MAPPED:
-        link = PACKAGE / folder
-        assert link.resolve() == ROOT / folder
+        assert (PACKAGE / folder).resolve() == ROOT / folder
         assert PROJECT["tool"]["setuptools"]["package-dir"][f"offload_strategy.{folder}"] == folder

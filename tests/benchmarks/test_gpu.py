@@ -28,12 +28,10 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path, disk):
     options = ["--device", "sim", "--brief", "--minutes", "20", "--dir", disk, "--json", file]
     run_python("-m", "benchmarks.gpu", *options, "--only", *parts, timeout=280)
     found = json.loads(file.read_text())
-    problems = {name: part["reason"] for name, part in found["parts"].items() if part["reason"]}
-    assert problems == {}
+    assert {name: part["reason"] for name, part in found["parts"].items() if part["reason"]} == {}
     assert list(found["parts"]) == parts
     claims = [claim for part in found["parts"].values() for claim in part["claims"]]
-    not_held = [one["name"] for one in claims if one["judged"] and not one["held"]]
-    assert not_held == []
+    assert [one["name"] for one in claims if one["judged"] and not one["held"]] == []
     assert len(claims) > 15
     assert found["simulated"]
     assert found["machine"]["torch"] == torch.__version__

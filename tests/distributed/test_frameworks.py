@@ -121,8 +121,7 @@ def with_fabric(rank, directory):
             use(settings)
             ours = fabric_fit(family, "ssd_offload", clip, place, name, resumed)
             check_with_strategy(plain, ours, family, name, moved=moved)
-        files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
-        assert same(*files)
+        assert same(*[torch.load(place / name, weights_only=False) for name in ("plain", "ours")])
         dist.barrier()
 
 

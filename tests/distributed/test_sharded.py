@@ -94,12 +94,11 @@ def train(
         if name != "step"
     }
     options = state_dicts.StateDictOptions(full_state_dict=True)
-    full = state_dicts.get_optimizer_state_dict(net, used, options=options)
     return {
         **found,
         "weights": whole(net.state_dict()),
         "states": whole(state_dict),
-        "full": full,
+        "full": state_dicts.get_optimizer_state_dict(net, used, options=options),
         "kinds": sorted(kinds),
     }
 
@@ -226,8 +225,7 @@ def tensor_parallel(rank, directory):
 
         def tokens_of(step, micro):
             """All ranks compute the same batch."""
-            data = torch.Generator().manual_seed(step)
-            return torch.randint(0, 96, (4, 17), generator=data)
+            return torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(step))
 
         return {
             **run_steps(net, used, engine, tokens_of),
@@ -273,5 +271,4 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path):
     for size in (1, 4):
         place = tmp_path / str(size)
         place.mkdir()
-        where = "tests.distributed.test_sharded:second_half"
-        run_ranks(where, place, size, source=str(tmp_path))
+        run_ranks("tests.distributed.test_sharded:second_half", place, size, source=str(tmp_path))

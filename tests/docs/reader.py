@@ -56,8 +56,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         title = _TITLE.search(match[3])
-        code = dedent(match[4])
-        yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, code)
+        yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, dedent(match[4]))
 
 
 def typed_in(block: Block) -> Iterator[tuple[str, list[str]]]:

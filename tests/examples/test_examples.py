@@ -72,8 +72,7 @@ def main_job(rank, directory):
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
     pytest.importorskip("lightning")
-    where = "tests.examples.test_examples:main_job"
-    (printed,) = run_ranks(where, tmp_path, size=1, group=False)
+    (printed,) = run_ranks("tests.examples.test_examples:main_job", tmp_path, size=1, group=False)
     home = tmp_path / "home"
     figures = json.loads((home / "figures.json").read_text())
     assert f"tensors go to {home};" in printed
@@ -163,8 +162,7 @@ def test_the_corpus_is_large_repeatable_and_split_by_file():
     assert len(training) > 2_000_000
     assert 0.02 < len(validation) / len(training) < 0.3
     assert torch.equal(validation, read_corpus("validation"))
-    library = Path(sysconfig.get_paths()["stdlib"])
-    text = (library / "argparse.py").read_bytes()
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_bytes()
     found = [text in bytes(split.numpy()) for split in (training, validation)]
     assert sorted(found) == [False, True]
 

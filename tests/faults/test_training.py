@@ -20,8 +20,7 @@ def place(tmp_path):
     if reason is not None:
         pytest.skip(reason)
     yield tmp_path
-    mounts = Path("/proc/mounts").read_text()
-    assert str(tmp_path) not in mounts, "a file system is still mounted"
+    assert str(tmp_path) not in Path("/proc/mounts").read_text(), "a file system is still mounted"
     assert detached(tmp_path), "a loop device is still there"
     ours = Path("/proc/self/cgroup").read_text()
     assert "offload-throttle" not in ours, "this process is still throttled"

@@ -77,8 +77,7 @@ def begin(
     outcome = Outcome(memory)
     options.setdefault("verified", "after" in options)
     nbytes = options.pop("nbytes", memory.nbytes)
-    request = BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)
-    backend.submit([request])
+    backend.submit([BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)])
     return outcome
 
 
@@ -169,8 +168,7 @@ class Conformance:
         # Reads and writes side by side, of different places.
         extra, ends = self.memory(BLOCK), []
         for turn, at in enumerate(order):
-            read = request(blocks[at], write=False, offset=at * BLOCK, after=lambda: None)
-            ends.append(read)
+            ends.append(request(blocks[at], write=False, offset=at * BLOCK, after=lambda: None))
             if turn % 6 == 0:
                 ends.append(request(extra, write=True, offset=(48 + turn // 6) * BLOCK))
         assert [end.get() for end in ends] == [None] * len(ends)

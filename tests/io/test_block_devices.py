@@ -94,8 +94,7 @@ def test_the_used_part_is_discarded_and_the_device_is_accepted_again(device, fil
     for _ in range(2):
         region = Region(device, "raw")
         for _ in range(2):
-            extent = region.allocate(4 * MiB)
-            move(region, extent.offset, os.urandom(1 * MiB), write=True)
+            move(region, region.allocate(4 * MiB).offset, os.urandom(1 * MiB), write=True)
         os.fsync(region.fd)
         assert os.stat(file).st_blocks * 512 >= 2 * MiB
         region.close()

@@ -99,8 +99,7 @@ def test_a_system_may_not_preallocate_be_full_or_fail(region, monkeypatch, answe
     if answer is None:
         monkeypatch.delattr(os, "posix_fallocate")
     else:
-        refuse = raising(OSError(answer, os.strerror(answer)))
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        monkeypatch.setattr(os, "posix_fallocate", raising(OSError(answer, os.strerror(answer))))
     if answer in SPARSE:
         assert region.allocate(1 * MiB) is not None
         assert os.fstat(region.fd).st_size == 64 * MiB

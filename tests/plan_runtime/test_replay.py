@@ -92,8 +92,7 @@ def test_where_memory_is_full_training_waits_for_the_path():
     ids=["hidden", "in step()", "on shared cores"],
 )
 def test_updates_hide_behind_backward_if_they_can(made, shared_cores, expected):
-    found = replay(stack(4, updates=made, shared_cores=shared_cores))
-    assert found.step_seconds == expected
+    assert replay(stack(4, updates=made, shared_cores=shared_cores)).step_seconds == expected
 
 
 def test_updates_that_the_path_limits_are_waited_for():
@@ -130,8 +129,7 @@ def test_what_leaves_moves_its_bytes_once_in_each_direction(leaving):
 
 
 def test_a_path_that_is_too_slow_is_waited_for():
-    profile = stack(10, path=30.0)
-    parts = predicted(profile, range(10))
+    parts = predicted(stack(10, path=30.0), range(10))
     assert parts["waiting for reads"] > 0
     waits = parts["waiting for reads"] + parts["waiting for room"] + parts["waiting for updates"]
     assert parts["step"] == pytest.approx(parts["computing"] + parts["updates"] + waits)

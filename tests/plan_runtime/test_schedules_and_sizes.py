@@ -29,8 +29,7 @@ def test_what_is_read_and_written(blocks_in_flight):
 
 
 def test_while_a_block_computes_the_next_is_read_and_the_last_is_written():
-    plan = weight_schedule(passes(4, 10, 20), 2, learned=True, updates=True)
-    row = plan.rows[6]
+    row = weight_schedule(passes(4, 10, 20), 2, learned=True, updates=True).rows[6]
     assert (row.block_pass.block, row.block_pass.backward) == ("block 1", True)
     assert (row.read_ahead, row.written) == (("block 0",), "block 2")
     assert (row.read_bytes, row.written_bytes) == (10 + 20, 30)

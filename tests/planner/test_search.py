@@ -157,8 +157,7 @@ def test_the_batch_is_the_smallest_that_is_nearly_as_fast():
     assert 1 < found.settings.batch < 16
     assert found.tokens_per_second >= 0.89 * fastest
     for batch in range(1, found.settings.batch):
-        smaller = search(run, Space((4096,), batch=batch)).best
-        assert smaller.tokens_per_second < 0.9 * fastest
+        assert search(run, Space((4096,), batch=batch)).best.tokens_per_second < 0.9 * fastest
 
 
 EIGHT = Space((256,), batch=8)
@@ -227,8 +226,7 @@ def test_the_tier_of_states_decides_what_crosses_the_link_and_what_is_written(me
     run = request("mistral-7b", "h100", "4xP5510", memory * GiB)
     assert not placed(run, 1, 1, 2048, 32).fits[0].ok
     states = 12 * run.shape.parameters
-    offloaded = placed(run, 1, 1, 2048, 32, True, False, "eager")
-    assert offloaded.fits[0].ok
+    assert placed(run, 1, 1, 2048, 32, True, False, "eager").fits[0].ok
     step, off = (timed(run, 1, 1, 2048, 32, True, False, o) for o in ("eager", "off"))
     assert off.seconds > step.seconds  # an update after backward costs its own time
     for to, off in (("to_device", "from_device"), ("read", "written")):
@@ -313,8 +311,7 @@ def test_ranks_need_less_each_and_machines_do_not_slow_each_other():
     "more", [{}, {"overlaps": ("off",)}, {"overlaps": ("eager",)}, {"state_dtypes": ("bfloat16",)}]
 )
 def test_the_config_loads_and_stays_within_host_memory(more):
-    run = request(gpu="a100-80g", memory=256 * GiB)
-    found = search(run, Space((1024,), batch=64, **more))
+    found = search(request(gpu="a100-80g", memory=256 * GiB), Space((1024,), batch=64, **more))
     best, settings = found.best, found.best.settings
     text, config = config_of(found, best, "/mnt/a", "/mnt/b")
     assert [str(path) for path in config.tiers[-1].paths] == ["/mnt/a", "/mnt/b"]

@@ -165,8 +165,7 @@ class Client:
         """Look at everything once more, and let it go."""
         for ticket in list(self.mine):
             if verify:
-                closed = self.world.store._registry.closed
-                with suppress(OffloadError if closed else ()):
+                with suppress(OffloadError if self.world.store._registry.closed else ()):
                     self.read(ticket, "get")
             if self.world.random.randrange(2):
                 self.world.store.free(ticket)
@@ -212,8 +211,7 @@ class Client:
 
     def backward(self) -> None:
         if self.graphs:
-            number = self.world.random.randrange(len(self.graphs))
-            values, loss, expected = self.graphs.pop(number)
+            values, loss, expected = self.graphs.pop(self.world.random.randrange(len(self.graphs)))
             loss.backward()
             assert values.grad is not None
             self.world.require(torch.equal(values.grad, expected), "other gradients")

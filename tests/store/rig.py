@@ -83,10 +83,9 @@ class Rig:
 
     def bytes_on_disk(self, ticket: Ticket) -> bytes:
         """What the files hold, read without the store."""
-        stripes = sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
         return b"".join(
             os.pread(stripe.queue.region.fd, stripe.nbytes, stripe.extent.offset)
-            for stripe in stripes
+            for stripe in sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
         )
 
     def overwrite(self, ticket: Ticket, image: bytes) -> None:

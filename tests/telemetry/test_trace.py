@@ -65,8 +65,7 @@ def assert_valid(trace):
     for spans in by_thread.values():
         for (_, end), (begin, _) in pairwise(sorted(spans)):
             assert end <= begin, "two slices of one lane overlap"
-    named = {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert set(by_thread) <= named
+    assert set(by_thread) <= {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     json.dumps(trace, allow_nan=False)
 
 

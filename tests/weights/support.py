@@ -105,8 +105,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def loss(model: Any, number: int = 0) -> torch.Tensor:
     """Of a batch that is the same for the same number, in the model's precision."""
     torch.manual_seed(1000 + number)
-    dtype = next(model.parameters()).dtype
-    return model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
+    return model(noise(4, 8, seed=number).to(next(model.parameters()).dtype)).pow(2).mean()
 
 
 def step(

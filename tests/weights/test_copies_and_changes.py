@@ -286,8 +286,7 @@ def _through_a_view_that_was_kept(model):
 
 def _through_a_storage(model):
     for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        storage.copy_(noise(*parameter.shape, seed=3).untyped_storage())
+        parameter.untyped_storage().copy_(noise(*parameter.shape, seed=3).untyped_storage())
 
 
 def _through_a_vector(model):

@@ -166,8 +166,7 @@ class Limited(nn.Module):
 
     def forward(self, x):
         indices = x.abs().mul(10).long() % 16
-        summed = sum(e(indices) for e in self.embeddings).mean(1)
-        return self.head(summed + self.bag(indices))
+        return self.head(sum(e(indices) for e in self.embeddings).mean(1) + self.bag(indices))
 
 
 class Quantized(nn.Module):
