@@ -21,9 +21,8 @@ os.environ["SSD_OFFLOAD_CACHE"] = ""
 
 # The device of the tests of accelerators. The simulated one is the only one of its process, which
 # is why they run by themselves: TEST_ACCELERATOR=sim pytest tests/accelerator
-TEST_ACCELERATOR = os.environ.setdefault(
-    "TEST_ACCELERATOR", "cuda" if torch.cuda.is_available() else "none"
-)
+_usual = "cuda" if torch.cuda.is_available() else "none"
+TEST_ACCELERATOR = os.environ.setdefault("TEST_ACCELERATOR", _usual)
 if TEST_ACCELERATOR == "sim":
     from tests.simulated_accelerator import sim  # noqa: F401
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ def open_files(directory: Path, process: int | str = "self") -> list[str]:
     return found
 
 
-def outcomes(
-    rank: int, directory: Path, scripts: Mapping[str, tuple[str, int]]
-) -> list[dict[str, Any]]:
+def outcomes(rank: int, directory: Path, scripts: dict[str, tuple[str, int]]) -> list[Any]:
     """What came of each script, for `run_ranks`.
 
     The argument of a script is the directory of its tier. One that has a signal gets it when it has

@@ -43,9 +43,7 @@ def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, .
     return list(zip(options, *map(cycle, others), strict=False))
 
 
-def settings(
-    directory: Path | None, host: str | None = None, **sections: dict[str, Any]
-) -> dict[str, Any]:
+def settings(directory: Path | None, host: str | None = None, **sections: Any) -> dict[str, Any]:
     """A config with which nearly everything of a tiny model leaves.
 
     Args:

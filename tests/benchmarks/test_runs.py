@@ -79,9 +79,7 @@ def _pages(kind, environment):
     return int(run_python("-c", TEN_TIMES, kind.name, env={**os.environ, **environment}))
 
 
-@pytest.mark.skipif(
-    Allocator.best() is not Allocator.CACHES, reason="oneTBB's allocator is for x86-64 Linux"
-)
+@pytest.mark.skipif(Allocator.best() is not Allocator.CACHES, reason="oneTBB is for x86-64 Linux")
 def test_the_caching_allocator_has_freed_memory_at_hand_and_is_missed_by_the_loader():
     pages = _pages(Allocator.CACHES, Allocator.CACHES.environment())
     assert pages < 5 * 4096  # pages of 4 KiB; without a cache 10 * 4096

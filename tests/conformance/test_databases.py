@@ -72,9 +72,7 @@ MODULES = {info.name: info for info in module_db}
 def test_every_sample_of_a_module_is_the_same(name, engine):
     info, comparison = MODULES[name], Comparison(engine)
     for dtype in (torch.float32, torch.float64):
-        samples = info.module_inputs_func(
-            info, device="cpu", dtype=dtype, requires_grad=True, training=True
-        )
+        samples = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=True)
         for number, sample in enumerate(samples):
             if sample.forward_input is not None:
                 add_module(comparison, f"{dtype}, sample {number}", info.module_cls, sample, dtype)
@@ -191,9 +189,7 @@ def test_an_optimizer_is_the_same(case, disk, caplog):
         in_memory = info.name in _IN_MEMORY or given.kwargs.get("differentiable")
         warned = [each for each in caplog.records if "stay in memory" in each.getMessage()]
         assert len(warned) == bool(in_memory)
-        has_states = any(
-            not name.endswith(".") and value.dim() for name, value in plain[-1].items()
-        )
+        has_states = any(v.dim() and not n.endswith(".") for n, v in plain[-1].items())
         assert (moved(engine, "optimizer") > 0) == (has_states and not in_memory)
 
 

@@ -175,9 +175,8 @@ def test_a_rank_reads_the_same_values_whatever_another_does_with_its_own(tmp_pat
 def one_is_late(rank, directory, what):
     """A rank that is slow to write, or to take over new values, is waited for."""
     plain = train(rank, None, steps=range(STEPS))
-    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
-        sections(directory, "commit")
-    ) as engine:  # fmt: skip
+    engine = OffloadEngine(sections(directory, "commit"))
+    with pytest.MonkeyPatch.context() as patch, engine:
         kept, seen, old = {}, {}, []  # the net; values by step
 
         def read_all(net):
@@ -233,9 +232,8 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, what):
 def one_cannot_write(rank, directory):
     """Where one rank cannot store its weights, all ranks raise in the same step."""
     words = "the disk is gone" if rank == 1 else "another rank could not store new weights"
-    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
-        sections(directory, "commit")
-    ) as engine:  # fmt: skip
+    engine = OffloadEngine(sections(directory, "commit"))
+    with pytest.MonkeyPatch.context() as patch, engine:
         if rank == 1:
             patch.setattr(SharedFiles, "share", raising(StorageError("the disk is gone")))
         with pytest.raises(OffloadError, match=words) as raised:
@@ -258,9 +256,8 @@ def changed_by_hand(rank, directory):
     plain = train(rank, None, after=half)
     for overlap in ("commit", "eager"):
         with OffloadEngine(sections(directory, overlap)) as engine:
-            check(
-                overlap, plain, train(rank, engine, after=half), moved=("optimizer", "parameters")
-            )
+            ours = train(rank, engine, after=half)
+            check(overlap, plain, ours, moved=("optimizer", "parameters"))
 
 
 def test_weights_may_be_changed_between_steps(tmp_path):

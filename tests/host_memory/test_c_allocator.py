@@ -17,6 +17,7 @@ def _before(version):
     return tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < version
 
 
+_NO_GAPS = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 #: Page faults of 128 MiB of memory that is freed and acquired again, as torch does for tensors,
 #: before freed memory is kept and after. Then MiB of it that glibc has: at once, after they were
 #: returned, and after another time.
@@ -59,9 +60,7 @@ def test_memory_that_was_freed_is_there_again_without_page_faults():
 
 @pytest.mark.skipif(_before((2, 33)), reason="this glibc does not tell")
 def test_freed_memory_is_known_unless_it_was_returned():
-    _, _, first, returned, again = _run(
-        GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-    )
+    _, _, first, returned, again = _run(GLIBC_TUNABLES=_NO_GAPS)
     assert first >= 120
     assert returned < 4
     assert again >= 120
@@ -81,5 +80,5 @@ def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunable
         found[version] = leaves_gaps()
     assert found == {"glibc 2.35": True, "glibc 2.41": False, "musl 1.2": False, "": False}
     monkeypatch.setattr("os.confstr", lambda _: "glibc 2.35")
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0")
+    monkeypatch.setenv("GLIBC_TUNABLES", _NO_GAPS)
     assert not leaves_gaps()

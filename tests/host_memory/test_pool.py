@@ -22,9 +22,7 @@ from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 from tests.store.rig import meanwhile
 from tests.support import raising, run_forked
 
-needs_arena = pytest.mark.skipif(
-    not arena.can_be_used(), reason="needs Linux, without strict counting of addresses"
-)
+needs_arena = pytest.mark.skipif(not arena.can_be_used(), reason="needs Linux, and overcommitting")
 
 
 def acquire(pool, nbytes, **options):

@@ -175,16 +175,14 @@ class Conformance:
         assert [block.data for block in blocks] == contents
 
     def test_reads_go_on_while_as_many_writes_as_it_asks_for_are_stuck(self, backend, region):
-        gate = threading.Event()
+        gate, depth = threading.Event(), backend.depth
         memory, wait = self.memory(PAGE_BYTES), lambda: gate.wait(60) and None
-        stuck = [
-            begin(backend, region.fd, memory, write=True, before=wait) for _ in range(backend.depth)
-        ]
+        stuck = [begin(backend, region.fd, memory, write=True, before=wait) for _ in range(depth)]
         read = begin(backend, region.fd, self.memory(PAGE_BYTES), write=False, offset=MiB)
         assert read.get() is None
-        assert [end.errors for end in stuck] == [[]] * backend.depth
+        assert [end.errors for end in stuck] == [[]] * depth
         gate.set()
-        assert [end.get() for end in stuck] == [None] * backend.depth
+        assert [end.get() for end in stuck] == [None] * depth
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
     def test_calls_before_and_after_a_block_are_made_then(self, backend, region, write):

@@ -63,11 +63,9 @@ def move(region, offset, data, *, write=False):
 
 @pytest.mark.parametrize("label", [b"", b"label"], ids=["empty", "overwritten"])
 @pytest.mark.parametrize("direct", ["auto", False])
-def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(
-    device, file, tmp_path, label, direct
-):
+def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_is(device, file, label, direct):
     put(device, 1000, label)
-    link = tmp_path / "by-id"
+    link = file.with_name("by-id")
     link.symlink_to(device)
     region = Region(link, "raw", direct=direct, overwrite=bool(label))
     assert region.capacity == SIZE - 1 * MiB

@@ -272,17 +272,14 @@ def test_each_rank_moves_its_shard_and_exchanges_the_rest():
     # Forward gathers all weights, backward those of the layers, and reduces all gradients.
     exchanged = 2 * (3 * shape.parameters - shape.end_parameters) * 3 / 4
     assert step.moved_bytes("exchanged") == pytest.approx(exchanged)
-    assert sum(stage.limits["collectives"] for stage in step.stages) == pytest.approx(
-        exchanged / 5e9
-    )
+    assert sum(one.limits["collectives"] for one in step.stages) == pytest.approx(exchanged / 5e9)
     states = 12 * own * commit.split("states").ssd_share
     assert step.moved_bytes("read") == pytest.approx(states, rel=0.01)
     # Two ranks share the drives, and without an interconnect collectives take the link.
     assert GpuModel(run).rates.read == 0.5e9
     shared = timed(dataclasses.replace(run, interconnect=None), *COMMITS)
     ways = "to_device", "from_device"
-    more = shared.moved_bytes(*ways) - step.moved_bytes(*ways)
-    assert more == pytest.approx(2 * exchanged)
+    assert shared.moved_bytes(*ways) - step.moved_bytes(*ways) == pytest.approx(2 * exchanged)
 
 
 def test_ranks_need_less_each_and_machines_do_not_slow_each_other():

@@ -212,7 +212,7 @@ def _bytes_before(tensor, count):
 
 
 @pytest.mark.parametrize(
-    ("shift", "nbytes", "along", "options"),
+    ("shift", "nbytes", "along", "more"),
     [
         pytest.param(64, 64 * KiB, 64, {"checksum": "sampled"}, id="begin of a page"),
         pytest.param(PAGE - 64, 100 * KiB + 8, PAGE - 64, {"checksum": "full"}, id="end of a page"),
@@ -222,10 +222,8 @@ def _bytes_before(tensor, count):
         pytest.param(64, 20_000_000, 64, {"paths": 2}, id="striped"),
     ],
 )
-def test_a_tensor_leaves_with_what_is_before_it_in_its_page(
-    make_rig, shift, nbytes, along, options
-):
-    rig, payload = make_rig(**options), _into_a_page(nbytes, shift)
+def test_a_tensor_leaves_with_what_is_before_it_in_its_page(make_rig, shift, nbytes, along, more):
+    rig, payload = make_rig(**more), _into_a_page(nbytes, shift)
     ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
     rig.at_once()
     assert ticket.state is STORED
