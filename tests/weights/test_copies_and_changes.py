@@ -17,20 +17,8 @@ from offload_strategy.store import writer
 from tests.activations.support import noise
 from tests.activations.zoo import build
 from tests.training import assert_same_bits, attached, bits, gradients, in_turn, on_disk, weights
-from tests.weights.support import (
-    OVERLAPS,
-    Block,
-    adamw,
-    all_plain,
-    compared,
-    loss,
-    net,
-    sgd,
-    step,
-    the_same,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Block, adamw, loss, net, sgd, step, train, zoo_loss
+from tests.weights.support import OVERLAPS, all_plain, compared, the_same
 
 
 # ---------------------------------------------------------------------- copies, files, precision

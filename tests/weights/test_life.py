@@ -20,20 +20,8 @@ from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.support import raising
 from tests.training import assert_same_bits, bits, gradients, in_turn, moved, on_disk, weights
-from tests.weights.support import (
-    Net,
-    adamw,
-    all_plain,
-    compared,
-    loss,
-    nearly_all_left,
-    net,
-    open_turns,
-    step,
-    streaming,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Net, adamw, loss, net, step, train, zoo_loss
+from tests.weights.support import all_plain, compared, nearly_all_left, open_turns, streaming
 
 
 def gradients_of(model):

@@ -17,7 +17,8 @@ from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import adamw, all_plain, away, nearly_all_left, train, zoo_loss
+from tests.weights.nets import adamw, train, zoo_loss
+from tests.weights.support import all_plain, away, nearly_all_left
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 

@@ -13,21 +13,8 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import ZOO, build
 from tests.training import attached, gradients, in_turn
-from tests.weights.support import (
-    OVERLAPS,
-    Block,
-    Net,
-    adamw,
-    away,
-    compared,
-    loss,
-    nearly_all_left,
-    net,
-    step,
-    the_same,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Block, Net, adamw, loss, net, step, train, zoo_loss
+from tests.weights.support import OVERLAPS, away, compared, nearly_all_left, the_same
 
 
 # ---------------------------------------------------------------------- models of the zoo
