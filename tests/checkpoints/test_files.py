@@ -251,12 +251,8 @@ def test_a_write_that_fails_leaves_the_previous_file(number, advice, at, target,
         write(self, view, offset)
 
     monkeypatch.setattr(files.PageFile, "write", fail)
-    if number is None:
-        expected = pytest.raises(KeyboardInterrupt)
-    else:
-        message = rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
-        expected = pytest.raises(StorageError, match=message)
-    with expected:
+    message = number and rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
+    with pytest.raises(StorageError if number else KeyboardInterrupt, match=message):
         save([torch.randn(5 * MiB) for _ in range(2)], target)
     monkeypatch.undo()
     assert_is_state(load(target))

@@ -32,12 +32,6 @@ memory:      {pinned: 4GiB}
 """  # noqa: E501
 
 
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    monkeypatch.delenv("SSD_OFFLOAD_CONFIG", raising=False)
-    monkeypatch.delenv("SSD_OFFLOAD_DIR", raising=False)
-
-
 def tier(**options):
     return {"tiers": [{"name": "a", **options}]}
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.loops import Net, check, config, different, loss_of, same, whole
+from tests.distributed.loops import Net, check, config, different, loss_of, same, tokens, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import STREAMED
 from tests.integrations import lightning_runs
@@ -32,8 +32,7 @@ def use(sections, *, accelerate=False):
 
 
 def batches_of(rows, **options):
-    tokens = torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(tokens), batch_size=4, **options)
+    return DataLoader(TensorDataset(tokens(1, rows)), batch_size=4, **options)
 
 
 def settings_of(directory, overlap, *, streamed):

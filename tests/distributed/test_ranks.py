@@ -20,7 +20,7 @@ from offload_strategy.cli import main
 from offload_strategy.errors import ConfigError, OffloadError, TierFullError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from tests.distributed.loops import STEPS, Net, check, config, run_steps, same
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, same, tokens
 from tests.distributed.ranks import run_ranks
 from tests.optimizer import custom_optimizers
 from tests.support import raising
@@ -106,12 +106,8 @@ def train(
         used.load_state_dict(states["optimizer"])
         net.load_state_dict(states["model"])
 
-    def tokens_of(step, micro):
-        data = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-        return torch.randint(0, 96, (4, 17), generator=data)
-
     found = run_steps(
-        model, used, engine, tokens_of, steps,
+        model, used, engine, lambda step, micro: tokens(1000 * rank + 10 * step + micro), steps,
         after=lambda step: after(step, net, used), **loop or {},
     )  # fmt: skip
     if on_first and engine is not None:

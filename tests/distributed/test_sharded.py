@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.loops import STEPS, Net, check, config, run_steps, whole
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, tokens, whole
 from tests.distributed.ranks import run_ranks
 
 
@@ -76,12 +76,9 @@ def train(
         load(loaded, checkpoint_id=checkpoint)
         state_dicts.set_model_state_dict(net, loaded["model"])
         state_dicts.set_optimizer_state_dict(net, used, loaded["optimizer"])
-    world = dist.get_world_size()
-    share = slice(rank * (8 // world), (rank + 1) * (8 // world))
 
     def tokens_of(step, micro):
-        data = torch.Generator().manual_seed(10 * step + micro)
-        return torch.randint(0, 96, (8, 17), generator=data)[share]
+        return tokens(10 * step + micro, rows=8).chunk(dist.get_world_size())[rank]
 
     found = run_steps(net, used, engine, tokens_of, steps, **loop)
     if save_to is not None:
@@ -222,13 +219,8 @@ def tensor_parallel(rank, directory):
         assert sum(isinstance(p, DTensor) for p in net.parameters()) == 4  # two layers
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         used = made if engine is None else engine.attach(net, made)
-
-        def tokens_of(step, micro):
-            """All ranks compute the same batch."""
-            return torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(step))
-
         return {
-            **run_steps(net, used, engine, tokens_of),
+            **run_steps(net, used, engine, lambda step, _: tokens(step)),  # the same on all ranks
             "weights": whole(net.state_dict()),
             "states": whole(used.state_dict()),
         }

@@ -18,7 +18,7 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.store import shared_tickets
 from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.telemetry import Direction
-from tests.distributed.loops import Net, check, config, run_steps
+from tests.distributed.loops import Net, check, config, run_steps, tokens
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import STREAMED, train
 from tests.support import raising
@@ -132,11 +132,7 @@ def trained(rank, engine):
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     optimizer = optimizer if engine is None else engine.attach(model, optimizer)
-
-    def tokens_of(step, micro):
-        return torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(step + rank))
-
-    run_steps(model, optimizer, engine, tokens_of)
+    run_steps(model, optimizer, engine, lambda step, _: tokens(step + rank))
     return net
 
 

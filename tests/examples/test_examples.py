@@ -57,8 +57,6 @@ def assert_moved(metrics):
 
 
 # ---------------------------------------------------------------------- Lightning, the main job
-
-
 def main_job(rank, directory):
     """The main job by path, in a process of `run_ranks`; what it compares with has its own."""
     home = directory / "home"
@@ -99,8 +97,6 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
 
 
 # ---------------------------------------------------------------------- Accelerate, PyTorch
-
-
 def three_loops(rank, directory):
     """The loops of Accelerate and of PyTorch; what each printed, in a process of `run_ranks`."""
     os.chdir(directory)
@@ -138,8 +134,6 @@ def test_loops_give_the_same_losses_with_and_without_offload(tmp_path):
 
 
 # ---------------------------------------------------------------------- the figures
-
-
 def test_the_memory_benchmark_compares_every_loss_and_all_parameters(monkeypatch, capsys):
     from benchmarks import demo_memory
 
@@ -155,8 +149,6 @@ def test_the_memory_benchmark_compares_every_loss_and_all_parameters(monkeypatch
 
 
 # ---------------------------------------------------------------------- text and model
-
-
 def test_the_corpus_is_large_repeatable_and_split_by_file():
     training, validation = read_corpus("train"), read_corpus("validation")
     assert len(training) > 2_000_000
