@@ -31,7 +31,6 @@ def in_the_room(*, alone: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held(path: Path, kind: int) -> Iterator[int]:
-    """A lock of a file; its descriptor."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, kind)

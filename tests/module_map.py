@@ -31,7 +31,6 @@ def first_sentence(file: Path) -> str:
 
 
 def written() -> str:
-    """Return the module map as Markdown."""
     lines = [_HEAD]
     for folder in sorted({file.parent for file in source_files()}):
         files = [file for file in source_files() if file.parent == folder]

@@ -134,7 +134,6 @@ def assert_same_history(got: Sequence[Numbers], expected: Sequence[Numbers]) -> 
 
 
 def gradients(model: nn.Module) -> Numbers:
-    """Copies of every gradient that there is."""
     return {
         f"grad {name}": parameter.grad.clone()
         for name, parameter in model.named_parameters()

@@ -65,7 +65,6 @@ def test_any_size_is_saved(size, target, way):
 
 
 def mapped(path):
-    """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 
@@ -218,8 +217,6 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
 
 # ---------------------------------------------------------------------- what goes wrong
 class Unwilling:
-    """Cannot be pickled."""
-
     def __init__(self, error):
         self.error = error
 

@@ -80,7 +80,6 @@ def test_every_sample_of_a_module_is_the_same(name, engine):
 
 
 def add_module(comparison, label, kind, sample, dtype):
-    """Compare a call of a module that is made for it."""
     made, given = sample.constructor_input, sample.forward_input
     torch.manual_seed(0)
     module = kind(*made.args, **made.kwargs).to(dtype).train()

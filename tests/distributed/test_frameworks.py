@@ -26,7 +26,6 @@ from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
 
 def use(sections, *, accelerate=False):
-    """Put a config into the environment."""
     os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(sections)
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = str(int(accelerate))
 
@@ -125,7 +124,6 @@ def with_fabric(rank, directory):
 
 
 def check_with_strategy(plain, ours, *case, kind="DataParallel", **moved):
-    """Check a run with a strategy of ours."""
     assert ours.pop("class") == f"SSDOffload{kind}Strategy"
     check(case, {key: plain[key] for key in ours}, ours, **moved)
 
@@ -251,8 +249,6 @@ def with_the_trainer(rank, directory):
 
 # ---------------------------------------------------------------------- Lightning
 class Behaviour(lightning_runs.Behaviour):
-    """With a net for tokens."""
-
     def __init__(self):
         super().__init__(scheduler=True)
         self.net = Net()
@@ -265,8 +261,6 @@ class Behaviour(lightning_runs.Behaviour):
 
 
 class Sharded(Behaviour):
-    """The same with FSDP2."""
-
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         if not isinstance(self.net, FSDPModule):

@@ -146,7 +146,6 @@ CASES = [
 
 
 def against_plain(rank, directory):
-    """Every case beside plain training."""
     for number, (case, overlaps) in enumerate(CASES):
         streams = case.pop("streams", False)
         plain = train(rank, None, **case)
@@ -182,7 +181,6 @@ def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path):
 
 # ---------------------------------------------------------------------- other numbers of ranks
 def maybe_offloading(directory, offload):
-    """An engine, if anything is to be offloaded."""
     sections = {**config(directory, "commit"), "parameters": STREAMED}
     return OffloadEngine(sections) if offload else contextlib.nullcontext()
 

@@ -153,7 +153,6 @@ def against_plain(rank, directory):
 
 
 def two_ranks(rank, directory):
-    """All that a rank of two does."""
     for work in (against_plain, first_half, loaded, tensor_parallel, refusals):
         work(rank, directory)
 

@@ -30,7 +30,6 @@ CONFIG = f"--config={json.dumps(OFFLOAD_ALL)}"
 
 
 def losses(printed):
-    """The losses in hexadecimal that an example printed."""
     found = re.findall(r"^ *\d+  loss (\S+)$", printed, re.MULTILINE)
     assert found, printed
     return found

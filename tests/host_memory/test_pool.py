@@ -32,7 +32,6 @@ def acquire(pool, nbytes, **options):
 
 
 def mapped(address):
-    """Whether the system has memory at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = (int(part, 16) for part in line.split(" ")[0].split("-"))
         if low <= address < high:

@@ -193,7 +193,6 @@ def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):
 
 
 def changed(**parts):
-    """A file of rates with other parts."""
     good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(RATES[READ])}
     return json.dumps({**good, **parts}).encode()
 

@@ -41,7 +41,6 @@ def refusal(path, **options):
 
 
 def is_open(device):
-    """Whether this process has a descriptor of a device."""
     return str(device) in map(os.path.realpath, Path("/proc/self/fd").iterdir())
 
 

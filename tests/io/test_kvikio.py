@@ -27,8 +27,6 @@ from tests.support import raising
 
 
 class CuFile:
-    """A file as the library opens it."""
-
     def __init__(self, library, file, flags="r"):
         self.library = library
         self._fd = os.open(file, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags] | os.O_DIRECT)

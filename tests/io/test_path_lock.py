@@ -164,8 +164,6 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock, disk):
 
 # ---------------------------------------------------------------------- queues
 class FakePathLock:
-    """A path lock that the test grants."""
-
     works = True
     path = Path("/fake")
 

@@ -93,7 +93,6 @@ def test_an_error_of_one_of_several_adjacent_requests_is_its_own(
 
 
 def cached_pages(fd, nbytes):
-    """How many pages of a file are in the page cache."""
     system = ctypes.CDLL(None, use_errno=True)
     if not hasattr(system, "mincore"):
         pytest.skip("this system cannot tell what is in the page cache")

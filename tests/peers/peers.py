@@ -66,7 +66,6 @@ def lightning() -> None:
 
 
 def accelerate() -> None:
-    """Let every `Accelerator` offload."""
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = "true"
 
 
@@ -233,7 +232,6 @@ def _count_moves() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything of the peer runs."""
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; a test runs once here")
     if os.environ["PEER_OFFLOADS"] == "1":
         PEERS[os.environ["PEER"]].offload()

@@ -276,7 +276,6 @@ def test_forward_flops_are_a_quarter_of_megatrons_formula():
 
 
 def spelled_out(shape):
-    """With the sizes that follow from others by default."""
     return dataclasses.replace(shape, feed_forward=shape.inner, kv_heads=shape.keys_heads)
 
 

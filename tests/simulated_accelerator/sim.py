@@ -72,8 +72,6 @@ init = _lazy_init = extension.init
 
 
 class device(torch.accelerator.device_index):
-    """Make a device the current one for a block of code."""
-
     def __init__(self, device: torch.device | int | str | None) -> None:
         super().__init__(torch.accelerator._get_device_index(device, optional=True))
 

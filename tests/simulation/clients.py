@@ -162,7 +162,6 @@ class Client:
         self.world.open_store()
 
     def leave(self, *, verify: bool) -> None:
-        """Look at everything once more, and let it go."""
         for ticket in list(self.mine):
             if verify:
                 with suppress(OffloadError if self.world.store._registry.closed else ()):

@@ -60,8 +60,6 @@ class SimulatedRegion(Region):
 
 
 class SimulatedFile(ExternalFile):
-    """A foreign file."""
-
     def __init__(self, system: SimulatedSystem, content: bytes) -> None:
         self.path, self.tier, self.direct = Path("/file"), "file", True
         self.nbytes = len(content)

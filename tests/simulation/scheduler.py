@@ -66,8 +66,6 @@ class _Carrier(threading.Thread):
 
 
 class SimulatedLock:
-    """A `threading.Lock`."""
-
     __slots__ = ("_scheduler", "taken")
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -105,8 +103,6 @@ class OrderedSet(dict[Any, None]):
 
 
 class SimulatedThread:
-    """A `threading.Thread`."""
-
     def __init__(self, target: Callable[..., Any], name: str = "", **_: Any) -> None:
         self.target, self.name = target, name
         self.scheduler: Scheduler = Shim.scheduler

@@ -26,8 +26,6 @@ CLIENT = "activations"
 
 @dataclass
 class Rig:
-    """A store and everything below it."""
-
     directory: Path
     disk_bytes: int = 64 * MiB
     host_bytes: int = 0

@@ -310,7 +310,6 @@ def shard(tmp_path):
 
 @pytest.fixture(params=["direct", "buffered"])
 def foreign(request, rig, shard, monkeypatch):
-    """A queue that reads from the shard."""
     backend = create_backend("posix", threads=2, block_size=256 * KiB)
     if request.param == "buffered":
         monkeypatch.delattr(os, "O_DIRECT", raising=False)

@@ -61,8 +61,6 @@ def test_channels_last(model, optimizer):
 
 # ---------------------------------------------------------------------- the order of blocks
 class Ordered(Net):
-    """Calls its blocks as it is told to."""
-
     def __init__(self, order):
         super().__init__()
         self.order = order
@@ -91,8 +89,6 @@ ORDERS = {
 
 
 class Deep(Block):
-    """Calls itself."""
-
     depth = 3
 
     def forward(self, x):
@@ -125,8 +121,6 @@ class Used(nn.Module):
 
 
 class Odd(nn.Module):
-    """Has parameters of odd forms."""
-
     def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -194,8 +188,6 @@ def partly_frozen(trained):
 
 # ---------------------------------------------------------------------- parametrizations
 class Symmetric(nn.Module):
-    """Of a square weight."""
-
     def forward(self, weight):
         square = weight[: weight.shape[1]]
         return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
