@@ -73,8 +73,7 @@ def test_the_presets_of_the_wheel_are_read_without_the_source_tree(wheel, tmp_pa
     )
     file, names, enabled = run_python("-P", "-c", code, cwd=tmp_path).splitlines()
     assert file.startswith(str(tmp_path))
-    assert names == "activations full optimizer"
-    assert enabled == "True"
+    assert (names, enabled) == ("activations full optimizer", "True")
 
 
 @pytest.mark.slow

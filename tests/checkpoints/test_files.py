@@ -292,8 +292,7 @@ def test_files_of_other_names_and_links_are_left_alone(target, tmp_path):
     other.write_bytes(b"half")
     partial(target).symlink_to(elsewhere)
     save(STATE, target)
-    assert other.read_bytes() == b"half"
-    assert elsewhere.read_bytes() == b"mine"
+    assert (other.read_bytes(), elsewhere.read_bytes()) == (b"half", b"mine")
     assert partial(target).is_symlink()
     other.unlink()
     partial(target).unlink()

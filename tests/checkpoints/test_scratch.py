@@ -90,8 +90,7 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
     copies = filled([disk], LARGE, LARGE + 1)
     (name,) = deleted_files() - before
     status = opened(name).stat()
-    assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_nlink == 0
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     bytes_before = opened(name).read_bytes()
     copies[0].zero_()
     last = copies[1].add_(1)

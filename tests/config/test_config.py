@@ -124,8 +124,7 @@ def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
     assert "block_size: 4MiB" in file.read_text()
     assert OffloadConfig.load(file) == config
     assert OffloadConfig.load(config) is config
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     with pytest.raises(ValidationError, match="frozen"):
         config.activations.enabled = False
 
@@ -258,8 +257,7 @@ def test_one_message_has_all_problems_and_names_the_source(tmp_path):
 )
 def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
     section = ActivationsConfig(budget=budget)
-    assert section.budget_fraction() == fraction
-    assert section.budget_bytes() == size
+    assert (section.budget_fraction(), section.budget_bytes()) == (fraction, size)
 
 
 def test_every_key_has_a_description():

@@ -97,8 +97,7 @@ def test_an_idle_buffer_that_is_a_little_larger_serves():
     buffer = acquire(pool, 16 * PAGE_BYTES - 5)
     assert (buffer.data_ptr(), buffer.numel()) == (address, 16 * PAGE_BYTES - 5)
     usage = pool.usage()
-    assert usage.held_bytes == 36 * PAGE_BYTES
-    assert usage.lent_bytes == 17 * PAGE_BYTES
+    assert (usage.held_bytes, usage.lent_bytes) == (36 * PAGE_BYTES, 17 * PAGE_BYTES)
     # The next is more than an eighth too large.
     another = acquire(pool, 16 * PAGE_BYTES)
     assert pool.usage().held_bytes == 52 * PAGE_BYTES

@@ -226,8 +226,7 @@ class Conformance:
         for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1234), (3 * PAGE_BYTES, 1000)]:
             memory = self.memory(nbytes, misalignment)
             assert begin(backend, fd, memory, write=False, offset=offset).get() is None
-            assert memory.data == data[offset : offset + nbytes]
-            assert memory.around == {0xA5}
+            assert (memory.data, memory.around) == (data[offset : offset + nbytes], {0xA5})
         for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1235), (0, 4 * PAGE_BYTES)]:
             memory = self.memory(nbytes, misalignment)
             assert_fails(begin(backend, fd, memory, write=False, offset=offset), errno.EIO)

@@ -144,8 +144,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache):
-    assert load_rates(IDENTITY) == {}
-    assert load_all_rates() == []
+    assert (load_rates(IDENTITY), load_all_rates()) == ({}, [])
     assert not cache.exists()
     assert save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES

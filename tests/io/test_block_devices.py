@@ -67,9 +67,7 @@ def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_is(device, fil
     link = file.with_name("by-id")
     link.symlink_to(device)
     region = Region(link, "raw", direct=direct, overwrite=bool(label))
-    assert region.capacity == SIZE - 1 * MiB
-    assert region.path == device
-    assert region.direct == bool(direct)
+    assert (region.capacity, region.path, region.direct) == (SIZE - 1 * MiB, device, bool(direct))
     extent = region.allocate(SIZE - 1 * MiB)
     assert extent.offset == 1 * MiB
     assert region.allocate(1) is None

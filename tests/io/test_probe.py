@@ -164,8 +164,7 @@ def test_when_it_ends_early_it_says_why_and_waits_for_what_is_in_flight(region, 
     else:
         assert str(ended.value) == ("the backend is at its end" if how == "is refused" else "")
     assert slow_one_ended.is_set()
-    assert watched.in_flight == 0
-    assert region.used_bytes == 0
+    assert watched.in_flight == region.used_bytes == 0
 
 
 def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(region, monkeypatch):

@@ -40,8 +40,7 @@ def region(request, disk, monkeypatch):
 
 def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_early(region, disk):
     status = os.fstat(region.fd)
-    assert list(disk.iterdir()) == []
-    assert status.st_nlink == 0
+    assert (list(disk.iterdir()), status.st_nlink) == ([], 0)
     assert stat.S_ISREG(status.st_mode)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert not os.get_inheritable(region.fd)

@@ -99,8 +99,7 @@ def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
 
 def test_with_commit_gradients_and_new_weights_wait():
     much, little = placed(request(64 * GiB, 5e9, 5e9), COMMIT), placed(request(1.2 * GiB), COMMIT)
-    assert much.gradient_bytes == 4 * P
-    assert much.split("waiting").host_bytes == 8 * P
+    assert (much.gradient_bytes, much.split("waiting").host_bytes) == (4 * P, 8 * P)
     # Old and new states.
     assert much.split("states").total_bytes == 16 * P
     assert 0 < little.split("waiting").ssd_bytes < 8 * P
@@ -184,8 +183,7 @@ def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
     assert timed(run, settings).seconds - plain == pytest.approx(3 * 4 * P / 1.5e10)
     settings = dataclasses.replace(settings, host_priority=("waiting", "activations"))
     backward = timed(request(64 * GiB, 1e8, 1e8), settings).stages[1]
-    assert backward.limit == "paths"
-    assert backward.seconds == pytest.approx(16 * P / 1e8)
+    assert (backward.limit, backward.seconds) == ("paths", pytest.approx(16 * P / 1e8))
 
 
 def test_what_moves_takes_its_toll():

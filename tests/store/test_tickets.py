@@ -161,8 +161,7 @@ def test_evicting_frees_memory_but_not_what_a_reader_has(rig):
     assert rig.store.private(ticket).data_ptr() == again.data_ptr()
     assert ticket.state is STORED
     del loaded, again
-    assert rig.pool.usage().lent_bytes == 0
-    assert rig.count("read") == 8 * KiB
+    assert (rig.pool.usage().lent_bytes, rig.count("read")) == (0, 8 * KiB)
 
 
 def test_taking_cancels_a_write_that_waits_and_waits_for_one_that_is_under_way(rig):
@@ -259,8 +258,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
             with pytest.raises(OffloadError, match=r"4 KiB of activations were freed"):
                 use(ticket)
     del ticket
-    assert rig.store.live_tickets == len(others)
-    assert rig.region.used_bytes == PAGE * len(others)
+    assert (rig.store.live_tickets, rig.region.used_bytes) == (len(others), PAGE * len(others))
     assert rig.host.used_bytes == 0
     rig.complete()
     assert rig.count("written") <= 4 * KiB

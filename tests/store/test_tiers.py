@@ -143,8 +143,7 @@ def test_what_is_needed_last_makes_room(make_rig):
     newest = rig.put(noise(PAGE, 1), next_use=1)
     assert newest.state is IN_MEMORY
     assert later.state is WRITING
-    assert (late.state, soon.state) == (IN_MEMORY,) * 2
-    assert rig.host.used_bytes == 3 * PAGE
+    assert (late.state, soon.state, rig.host.used_bytes) == (IN_MEMORY, IN_MEMORY, 3 * PAGE)
     rig.at_once()
     for ticket, seed in ((late, 8), (soon, 2), (later, 9), (unknown, 5), (newest, 1)):
         assert torch.equal(rig.store.get(ticket), noise(PAGE, seed))
@@ -227,8 +226,7 @@ def test_a_tensor_leaves_with_what_is_before_it_in_its_page(make_rig, shift, nby
     ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
     rig.at_once()
     assert ticket.state is STORED
-    assert ticket.entry.begin == along
-    assert len(ticket.entry.stripes) == rig.paths
+    assert (ticket.entry.begin, len(ticket.entry.stripes)) == (along, rig.paths)
     loaded = rig.store.get(ticket)
     assert torch.equal(loaded, payload)
     assert loaded.data_ptr() % 64 == 0

@@ -319,8 +319,7 @@ def test_other_names_may_be_allowed(engine, file):
     _rename(file)
     model = layers()
     found = engine.load_weights(model, file, strict=False)
-    assert found.missing == ["1.weight"]
-    assert found.unexpected == ["2.weight"]
+    assert (found.missing, found.unexpected) == (["1.weight"], ["2.weight"])
     with torch.device("meta"):
         empty = layers()
     with pytest.raises(ConfigError, match=r"'1' \(Linear\).*build"):  # half of it is there
