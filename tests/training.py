@@ -44,12 +44,9 @@ def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, .
 
 
 def settings(directory: Path | None, host: str | None = None, **sections: Any) -> dict[str, Any]:
-    """A config with which nearly everything of a tiny model leaves.
+    """A config with which nearly everything of a tiny model leaves, and options by section on top.
 
-    Args:
-        directory: of the ssd tier; None for none.
-        host: capacity of a dram tier before it; None for none.
-        sections: options by section, on top.
+    Its tiers are a dram tier of the capacity `host` and an ssd tier in the directory, if given.
     """
     tiers: list[dict[str, Any]] = []
     if host is not None:
@@ -155,12 +152,8 @@ def backward_history(
 ) -> list[Numbers]:
     """Loss and gradients of a few steps of plain gradient descent.
 
-    Args:
-        model: what is trained.
-        loss_of: runs the forward pass of a step; random numbers are seeded before it.
-        steps: how many.
-        between: called between forward and backward.
-        after: called after backward, before the gradients are read.
+    Random numbers are seeded before each forward pass, which is that of `loss_of`. `between` is
+    called before backward, and `after` before the gradients are read.
     """
     history = []
     for step in range(steps):
@@ -183,12 +176,7 @@ def backward_history(
 def saved_storages(
     run: Callable[[], Any], keep_out: Iterable[torch.Tensor] = ()
 ) -> list[torch.UntypedStorage]:
-    """The storages that autograd saves, each once, seen with hooks of torch's own.
-
-    Args:
-        run: the forward pass.
-        keep_out: tensors whose storages do not count.
-    """
+    """The storages that autograd saves, each once, but for those of the tensors to keep out."""
     excluded = {tensor.untyped_storage()._cdata for tensor in keep_out}
     seen: dict[int, torch.UntypedStorage] = {}
 

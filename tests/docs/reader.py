@@ -95,12 +95,7 @@ def _matches(shown: str, printed: str) -> bool:
 
 
 class Reader:
-    """Follows the blocks of one page in one folder.
-
-    Args:
-        home: an empty folder for the files of the page.
-        disk: a folder that stands for the drives that a page names, below `/mnt`.
-    """
+    """Follows the blocks of a page in an empty folder; `disk` stands for its drives in `/mnt`."""
 
     def __init__(self, home: Path, disk: Path) -> None:
         self.home, self.disk = home, disk

@@ -44,11 +44,7 @@ def backend():
 
 
 class WatchedBackend(Backend):
-    """Records what it is given, and may go wrong.
-
-    An error that `fault` returns for a request is its end, one that it raises comes out of
-    `submit`.
-    """
+    """Records what it is given; what `fault` returns is a request's error, or raises is `submit`'s."""
 
     def __init__(self, inner, fault=lambda *_: None):
         self.inner, self.fault = inner, fault

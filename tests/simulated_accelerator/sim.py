@@ -133,9 +133,7 @@ synchronize_all = extension.synchronize_all
 def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
     """Return how often each thing happened, by ``async:``, ``staged:``, ``sync:`` and ``pinned:``.
 
-    Args:
-        reset: Start all counts at zero again.
-        this_thread: Count only what the calling thread did.
+    With `reset` all counts start at zero again, with `this_thread` others do not count.
     """
     return _totals(reset, lambda thread: not this_thread or thread == threading.get_native_id())
 

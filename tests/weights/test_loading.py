@@ -31,7 +31,6 @@ def few_at_a_time(monkeypatch, no_room):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a checkpoint."""
     return tmp_path / "checkpoint"
 
 
