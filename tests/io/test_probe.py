@@ -44,7 +44,7 @@ def backend():
 
 
 class WatchedBackend(Backend):
-    """Records what it is given; what `fault` returns is a request's error, or raises is `submit`'s."""
+    """Records what it is given; `fault` may return the error of a request, or raise in `submit`."""
 
     def __init__(self, inner, fault=lambda *_: None):
         self.inner, self.fault = inner, fault
