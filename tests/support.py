@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from tests.module_map import ROOT
@@ -19,6 +20,14 @@ def raising(error: BaseException) -> Callable[..., NoReturn]:
         raise type(error)(*error.args)
 
     return refuse
+
+
+def descriptors(process: int | str = "self") -> Iterator[tuple[str, str]]:
+    """The open descriptors of a process, and what each is of; none where there is no /proc."""
+    folder = f"/proc/{process}/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        with suppress(OSError):  # closed meanwhile, or that of this very listing
+            yield name, os.readlink(f"{folder}/{name}")
 
 
 def run_python(*words: object, **options: Any) -> str:

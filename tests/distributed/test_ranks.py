@@ -72,19 +72,9 @@ class Recomputed(nn.Module):
 
 
 def train(
-    rank,
-    engine,
-    *,
-    optimizer="AdamW",
-    blocks=None,
-    steps=range(STEPS),
-    states=None,
-    order="together",
-    after=lambda step, net, optimizer: None,
-    loop=None,
-    on_first=False,
-    **ddp,
-):
+    rank, engine, *, optimizer="AdamW", blocks=None, steps=range(STEPS), states=None,
+    order="together", after=lambda step, net, optimizer: None, loop=None, on_first=False, **ddp,
+):  # fmt: skip
     """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
 
     `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states. Others

@@ -33,19 +33,9 @@ def build(low=False, device="cpu"):
 
 
 def train(
-    rank,
-    engine,
-    *,
-    optimizer="AdamW",
-    low=False,
-    steps=range(STEPS),
-    checkpoint=None,
-    save_to=None,
-    options=None,
-    meta=False,
-    source=None,
-    **loop,
-):
+    rank, engine, *, optimizer="AdamW", low=False, steps=range(STEPS), checkpoint=None,
+    save_to=None, options=None, meta=False, source=None, **loop,
+):  # fmt: skip
     """Train a sharded net; every rank has other data, the same whatever the number of ranks.
 
     With `meta` it is built on the meta device and initialized when it is attached, or by FSDP2's

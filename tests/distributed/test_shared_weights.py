@@ -28,9 +28,8 @@ WRITTEN = "offload/parameters/written_bytes"
 
 
 def sections(directory, overlap, **others):
-    found = {**config(directory, overlap), "parameters": STREAMED, **others}
-    found["activations"] = {"enabled": False}
-    return found
+    no_activations = {"activations": {"enabled": False}}
+    return {**config(directory, overlap), **no_activations, "parameters": STREAMED, **others}
 
 
 def written_each_step(rank, engine, **options):

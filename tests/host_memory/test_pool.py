@@ -122,10 +122,7 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked():
     assert pool.usage().lent_bytes == 0
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "fork") or not hasattr(mmap, "MADV_DONTFORK"),
-    reason="needs fork and MADV_DONTFORK",
-)
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs fork and MADV_DONTFORK")
 @pytest.mark.parametrize("nbytes", [512 * KiB, 4 * MiB], ids=["mappings", "arena"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes):

@@ -267,15 +267,12 @@ class Conformance:
 
     def test_closing_waits_for_requests_in_flight(self, name, region):
         backend = create_backend(name, threads=2, block_size=BLOCK)
-        memory = self.memory(BLOCK)
+        write = partial(begin, backend, region.fd, self.memory(BLOCK), write=True)
         slow = partial(time.sleep, 0.01)
-        ends = [
-            begin(backend, region.fd, memory, write=True, offset=index * BLOCK, before=slow)
-            for index in range(20)
-        ]
+        ends = [write(offset=index * BLOCK, before=slow) for index in range(20)]
         backend.close()
         assert [end.errors for end in ends] == [[None]] * 20
         assert our_threads() == set()
         backend.close()
         with pytest.raises(RuntimeError, match="closed"):
-            begin(backend, region.fd, memory, write=True)
+            write()

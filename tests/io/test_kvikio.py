@@ -140,10 +140,7 @@ def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(library
     for write in (True, False):
         assert begin(backend, region.fd, memory, write=write, offset=PAGE_BYTES).get() is None
         assert begin(backend, region.fd, HostMemory(BLOCK), write=write).get() is None
-    assert library.moved == [
-        ("write", PAGE_BYTES, BLOCK - 5, BLOCK),
-        ("read", PAGE_BYTES, BLOCK - 5, BLOCK),
-    ]
+    assert library.moved == [(way, PAGE_BYTES, BLOCK - 5, BLOCK) for way in ("write", "read")]
     assert len(library.open_files) == 1
 
 

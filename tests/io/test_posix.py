@@ -20,6 +20,7 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
 from tests.io.conformance import HostMemory, Outcome, begin
+from tests.store.rig import meanwhile
 from tests.support import raising
 
 BLOCK = 16 * PAGE_BYTES
@@ -263,13 +264,10 @@ def test_an_idle_thread_warns_of_a_caller_whose_job_does_not_end(monkeypatch):
         assert warned.wait(30)
 
     pool.submit(silent)  # no thread but the caller's is free for it
-    returned: list[bool] = []
-    caller = threading.Thread(target=lambda: returned.append(pool.run_queued("/mnt/nvme0")))
-    caller.start()
+    caller = meanwhile(pool.run_queued, "/mnt/nvme0")
     assert running.wait(30)
     second.set()  # idle from here on, that thread watches the caller
     assert warned.wait(30)
-    caller.join(30)
-    assert returned == [True]
+    assert caller.result(30) is True
     first.set()
     pool.close(30)

@@ -126,10 +126,8 @@ def test_a_file_says_of_every_tensor_what_is_to_become_of_it(tmp_path):
     save_plan(plan, LARGE_STACK, file)
     left = {move.tensor for move in plan.moves}
     assert 0 < len(left) < 8
-    items = [
-        PlannedItem(number, 100 * MB, "leaves" if number in left else "stays")
-        for number in range(8)
-    ]
+    does = ["leaves" if number in left else "stays" for number in range(8)]
+    items = [PlannedItem(number, 100 * MB, what) for number, what in enumerate(does)]
     assert load_plan(file) == GivenPlan(tuple(items))
     lines = file.read_text().splitlines()
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"

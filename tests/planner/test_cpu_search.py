@@ -188,10 +188,8 @@ def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
 
 def test_what_moves_takes_its_toll():
     settings = Settings(8, 1, 256)
-    free, usual = (
-        timed(request(2.3 * GiB, 1e13, 1e13, io_overhead=toll), settings).seconds
-        for toll in (0.0, 1e-10)
-    )
+    runs = [request(2.3 * GiB, 1e13, 1e13, io_overhead=toll) for toll in (0.0, 1e-10)]
+    free, usual = (timed(run, settings).seconds for run in runs)
     left = placed(request(2.3 * GiB), settings).split("activations").ssd_bytes
     assert left > 100 * MiB
     assert usual - free == pytest.approx(2 * left * 1e-10)

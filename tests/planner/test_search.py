@@ -124,10 +124,9 @@ def on_small_cpu(memory, rate):
     [
         (small_machine(host=6 * GiB), [12], Space((1024,), batch=12, tolerance=0)),
         (small_machine(host=16 * GiB), [1, 2, 3], Space((1024,), max_batch=3, tolerance=0)),
-        *(
-            (on_small_cpu(memory, rate), [4], Space((256,), batch=4, tolerance=0))
-            for memory, rate in ((0.9, 6e8), (1.3, 6e7), (1.8, 6e8))
-        ),
+        (on_small_cpu(0.9, 6e8), [4], Space((256,), batch=4, tolerance=0)),
+        (on_small_cpu(1.3, 6e7), [4], Space((256,), batch=4, tolerance=0)),
+        (on_small_cpu(1.8, 6e8), [4], Space((256,), batch=4, tolerance=0)),
     ],
 )
 def test_nothing_that_fits_is_faster_than_what_is_found(run, batches, space):
@@ -188,10 +187,8 @@ def test_batches_and_sequences_are_those_of_the_space():
     assert "16,384 tokens a step;" in dataclasses.replace(space, max_batch=None).bound()
     few = search(request(), dataclasses.replace(space, max_batch=3))
     assert all(one.settings.batch <= 3 for one in few.candidates)
-    both, *alone = (
-        search(request(), Space(sequences, max_tokens=32 * 1024)).best.tokens_per_second
-        for sequences in ((4096, 1024), (1024,), (4096,))
-    )
+    spaces = [Space(of, max_tokens=32 * 1024) for of in ((4096, 1024), (1024,), (4096,))]
+    both, *alone = (search(request(), space).best.tokens_per_second for space in spaces)
     assert both >= 0.96 * max(alone)
 
 
@@ -247,10 +244,8 @@ def test_new_weights_come_from_where_they_waited():
 
 
 def test_subgroups_become_smaller_where_host_memory_is_short():
-    sizes = [
-        placed(request(memory=memory * GiB), 4, 1, 1024, 40, True, True).subgroup_size
-        for memory in (3, 6, 64)
-    ]
+    runs = [request(memory=memory * GiB) for memory in (3, 6, 64)]
+    sizes = [placed(run, 4, 1, 1024, 40, True, True).subgroup_size for run in runs]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] == 1 << 22
 

@@ -1,8 +1,8 @@
 """What a disk may do to a block, and how checksums and encryption notice it."""
 
-import importlib.util
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -88,10 +88,7 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, 
 
 
 # ---------------------------------------------------------------------- encryption
-needs_cryptography = pytest.mark.skipif(
-    importlib.util.find_spec("cryptography") is None,
-    reason="the extra 'encryption' is not installed",
-)
+needs_cryptography = pytest.mark.skipif(not find_spec("cryptography"), reason="not installed")
 
 
 @pytest.fixture(scope="module")
