@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import weakref
 from itertools import pairwise
 from pathlib import Path
