@@ -35,11 +35,8 @@ def tracks(trace):
 
 
 def counter(trace, name):
-    return [
-        (event["ts"], event["args"]["value"])
-        for event in trace["traceEvents"]
-        if event["ph"] == "C" and event["name"] == name
-    ]
+    events = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    return [(event["ts"], event["args"]["value"]) for event in events if event["name"] == name]
 
 
 def assert_valid(trace):

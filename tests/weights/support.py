@@ -65,12 +65,9 @@ def the_same(run: Callable[..., Any], names: Iterable[str] | None = None) -> Cal
         for value in (value for values in expected for value in values.values()):
             assert not value.is_floating_point() or bool(value.double().isfinite().all())
 
-    test.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY)
-            for name in dict.fromkeys(["disk", "sections", *names])
-        ]
-    )
+    all_names = dict.fromkeys(["disk", "sections", *names])
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in all_names]
+    test.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return test
 
 
