@@ -307,8 +307,7 @@ def _save_for_ever(target):
 
 
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(target):
-    chance = random.Random(0)
-    halves = 0
+    chance, halves = random.Random(0), 0
     for _ in range(12):
         child = os.fork()
         if child == 0:

@@ -55,8 +55,7 @@ def bytes_of_streamed(found):
 # ---------------------------------------------------------------------- bytes
 def every_overlap(rank, directory):
     """Return, by overlap, what a rank wrote in each step, and the bytes of the streamed weights."""
-    plain = train(rank, None, steps=range(STEPS))
-    result = {}
+    plain, result = train(rank, None, steps=range(STEPS)), {}
     for overlap in ("commit", "eager", "off"):
         with OffloadEngine(sections(directory, overlap)) as engine:
             found, written = written_each_step(rank, engine)

@@ -99,8 +99,7 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
 def three_loops(rank, directory):
     """The loops of Accelerate and of PyTorch; what each printed, in a process of `run_ranks`."""
     os.chdir(directory)
-    variables = environment_for(str(directory / "with.yaml"))
-    printed = []
+    variables, printed = environment_for(str(directory / "with.yaml")), []
     for name, option, more in (
         ("accelerate_train", "--logdir=with", variables),
         ("accelerate_train", "--logdir=without", {}),

@@ -131,8 +131,7 @@ class Conformance:
                     end = begin(backend, region.fd, read, write=False, offset=offset, after=after)
                     assert end.get() is None
                     assert read.data == data
-                assert read.around == {0xA5}
-                assert written.data == data
+                assert (read.around, written.data) == ({0xA5}, data)
                 with open(f"/proc/self/fd/{region.fd}", "rb") as file:  # as the file system sees it
                     file.seek(offset)
                     assert file.read(nbytes) == data

@@ -244,8 +244,7 @@ def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog, tmp_path):
 )
 def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed, after):
     found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)
-    assert found.rate == pytest.approx(after)
-    assert (found.nbytes, found.runs) == (150, 4)
+    assert (found.rate, found.nbytes, found.runs) == (pytest.approx(after), 150, 4)
     first = updated_rate(None, observed, 5)
     assert (first.rate, first.source, first.nbytes, first.runs) == (observed, "observed", 5, 1)
     assert first.date.endswith("+00:00")

@@ -172,8 +172,7 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
     for number in range(3):
         pool.submit(lambda number=number: ran.append(number))
         pool.end_threads()
-        assert our_threads() == set()
-        assert ran[-1] == number
+        assert (our_threads(), ran[-1]) == (set(), number)
     occupy(pool).set()
     for thread in our_threads():  # it does not wait for another job any more
         thread.join(thread_pool.IDLE_SECONDS / 2)

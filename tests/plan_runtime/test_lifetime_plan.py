@@ -121,8 +121,7 @@ def test_what_a_profile_cannot_be_is_refused(tmp_path, old, new, said):
 
 
 def test_a_file_says_of_every_tensor_what_is_to_become_of_it(tmp_path):
-    plan = plan_lifetimes(LARGE_STACK, 500 * MB)
-    file = tmp_path / "plan.json"
+    plan, file = plan_lifetimes(LARGE_STACK, 500 * MB), tmp_path / "plan.json"
     save_plan(plan, LARGE_STACK, file)
     left = {move.tensor for move in plan.moves}
     assert 0 < len(left) < 8

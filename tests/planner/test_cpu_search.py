@@ -155,8 +155,7 @@ def test_a_step_that_moves_nothing_computes_and_updates():
     layers = 12 * GPT_98M.layer_parameters
     seconds = 3 * GPT_98M.forward_flops(4, 256) / 1.5e11 + layers * 1e-9
     seconds += 4 * 8192 * 768 / 1.5e10 + P / 2e9
-    assert step.seconds == pytest.approx(seconds)
-    assert step.limited_seconds.keys() == {"computation"}
+    assert (step.seconds, step.limited_seconds.keys()) == (pytest.approx(seconds), {"computation"})
     assert step.moved_bytes("written") == 0
     # Every further micro-batch costs a pass over weights and gradients.
     each = layers * 1e-9 + 4 * 8192 * 768 / 1.5e10 + 1.5 * 4 * P / 1.5e10

@@ -174,8 +174,7 @@ def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):
     assert stage.limits == pytest.approx(limits)
     assert stage.seconds == max(limits.values())
     step = StepTime((stage, rates.stage("step()", StageLoad(computation=1.0))))
-    assert step.seconds == pytest.approx(3 * stage.seconds + 1)
-    assert step.limit == stage.limit
+    assert (step.seconds, step.limit) == (pytest.approx(3 * stage.seconds + 1), stage.limit)
     assert step.limited_seconds["computation"] == pytest.approx(1.0)
     moved = {"to_device": 90e9, "from_device": 120e9, "read": 18e9, "written": 12e9}
     assert {way: step.moved_bytes(way) for way in moved} == pytest.approx(moved)

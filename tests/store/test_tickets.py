@@ -219,8 +219,7 @@ def test_borrowing_waits_for_writes_to_give_memory_back(make_rig):
     borrowing = meanwhile(rig.store.borrow, "optimizer", 8 * KiB)
     assert not wait([borrowing], 0.1).done
     rig.complete()
-    assert borrowing.result(30).numel() == 8 * KiB
-    assert rig.pool.usage().peak_bytes == 8 * KiB
+    assert (borrowing.result(30).numel(), rig.pool.usage().peak_bytes) == (8 * KiB, 8 * KiB)
     assert ticket.state is STORED
 
 

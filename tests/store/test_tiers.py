@@ -278,8 +278,7 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     rig.complete()
     waiting.result(30)
     rig.store.await_writes(CLIENT, 0, 60.0)
-    assert rig.store.writing_bytes == 0
-    assert {ticket.state for ticket in tickets} == {STORED}
+    assert (rig.store.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
 
 
 def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):

@@ -42,8 +42,7 @@ def counter(trace, name):
 def assert_valid(trace):
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    by_thread = defaultdict(list)
-    last = -1
+    by_thread, last = defaultdict(list), -1
     for event in trace["traceEvents"]:
         assert event["ph"] in "XCM"
         assert isinstance(event["name"], str)

@@ -180,8 +180,7 @@ def test_a_change_between_forward_and_backward_is_an_error(engine):
 
 # ---------------------------------------------------------------------- failing disks
 def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypatch):
-    model = net()
-    store = engine._resources.store
+    model, store = net(), engine._resources.store
     real, calls = store.put, []
 
     def put(*args, **options):
@@ -400,5 +399,4 @@ def test_backward_on_another_thread(model, optimizer):
 def test_no_garbage_is_collected_while_frames_are_read(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
-    assert block_residency._current_frames() == {}
-    assert [*seen, gc.isenabled()] == [False, True]
+    assert (block_residency._current_frames(), [*seen, gc.isenabled()]) == ({}, [False, True])
