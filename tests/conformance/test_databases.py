@@ -1,8 +1,4 @@
-"""torch's own samples of operators and modules, and its optimizers with every option.
-
-Operators and modules run under activation offload on a slow path, whose writes begin late and whose
-reads end late.
-"""
+"""torch's own samples of operators and modules, on a slow path, and its optimizers."""
 
 import itertools
 import logging

@@ -1,7 +1,4 @@
-"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states.
-
-The ranks compare what they come to by themselves.
-"""
+"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states."""
 
 import contextlib
 

@@ -15,7 +15,6 @@ from tests.support import raising, run_python
 AVAILABLE = available_backends()
 #: Set to 1 to try DeepSpeed's backend as well, where it can run.
 DEEPNVME_VARIABLE = "SSD_OFFLOAD_TEST_DEEPNVME"
-#: As `AVAILABLE`, but for what takes minutes to compile and is not asked for.
 TRIED = dict(AVAILABLE)
 if AVAILABLE["deepnvme"] is None and os.environ.get(DEEPNVME_VARIABLE) != "1":
     TRIED["deepnvme"] = f"it takes minutes to compile; set {DEEPNVME_VARIABLE}=1 to try it"

@@ -8,7 +8,7 @@ from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.plan_runtime.space_requirements import subgroup_size
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, weight_schedule
 from offload_strategy.units import GiB, MiB
-from tests.training import settings
+from tests.training import moved, on_disk, settings
 from tests.weights.support import streaming
 
 
@@ -55,10 +55,8 @@ def test_an_engine_tells_its_plan_and_keeps_to_it(disk):
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            engine._resources.store.wait_for_writes()
-            metrics = engine.metrics()
-            both = (metrics[f"offload/{of}/written_bytes"] for of in ("parameters", "optimizer"))
-            written.append(sum(both))
+            on_disk(engine)
+            written.append(moved(engine, "parameters") + moved(engine, "optimizer"))
         plan = engine.plan()
     assert plan.learned
     assert "as in the last step" in str(plan)

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,6 @@ class SimulatedSystem:
         self._disks.append(Disk(nbytes))
         return _FIRST_DESCRIPTOR + len(self._disks) - 1, self._disks[-1]
 
-    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        return self._move(fd, views, offset, write=False)
-
-    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        return self._move(fd, views, offset, write=True)
-
     def __getattr__(self, name: str) -> Any:
         if name == "posix_fadvise":
             raise AttributeError(name)
@@ -127,6 +122,9 @@ class SimulatedSystem:
         finally:
             for move in moves:
                 self._in_flight.remove(move)
+
+    preadv = partialmethod(_move, write=False)
+    pwritev = partialmethod(_move, write=True)
 
     def _copy(
         self, disk: Disk, views: Sequence[memoryview], offset: int, write: bool, pages: int

@@ -79,10 +79,7 @@ def step(
     loss_of: Callable[[Any, int], torch.Tensor] = loss,
     look: Callable[[Any], Numbers] = lambda model: {},
 ) -> Numbers:
-    """One step of training with a batch; without an optimizer the gradients are dropped.
-
-    Returns the loss, and what `look` returned between backward and `step()`.
-    """
+    """A step, or without an optimizer backward alone; the loss, and what `look` saw in between."""
     value = loss_of(model, number)
     value.backward()
     seen = look(model)
