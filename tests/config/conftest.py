@@ -1,7 +1,3 @@
-import pytest
+from tests.cli.conftest import _no_environment
 
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    for variable in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR"):
-        monkeypatch.delenv(variable, raising=False)
+__all__ = ["_no_environment"]

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from torch.optim import Optimizer
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import (
-    OptimizerInfo,
-    OptimizerInput,
     _get_optim_inputs_including_global_cliquey_kwargs,
     optim_db,
 )
@@ -98,8 +97,6 @@ _SHAPES = ((), (3,), (0,), (5, 7), (1, 1), (2, 3, 4), (64, 80))
 _MATRICES = ((5, 7), (1, 1), (33, 20), (64, 80))
 _IN_MEMORY = ("LBFGS", "SparseAdam")
 
-Case = tuple[OptimizerInfo, OptimizerInput, str, int]
-
 
 def _name(case):
     info, given, overlap, size = case
@@ -107,11 +104,8 @@ def _name(case):
 
 
 def _cases():
-    inputs = [
-        (info, given)
-        for info in optim_db
-        for given in _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
-    ]
+    inputs_of = partial(_get_optim_inputs_including_global_cliquey_kwargs, "cpu", torch.float32)
+    inputs = [(info, given) for info in optim_db for given in inputs_of(info)]
     everything = itertools.product(inputs, ("commit", "eager", "off"), _SUBGROUP_SIZES)
     return selected([(*pair, overlap, size) for pair, overlap, size in everything], _name)
 

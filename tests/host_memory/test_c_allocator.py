@@ -1,21 +1,15 @@
 """What glibc keeps of freed memory, and processes whose freed tensors leave no gaps in its heap."""
 
 import os
+import platform
 
 import pytest
 
 from offload_strategy.host_memory.c_allocator import leaves_gaps
 from tests.support import run_python
 
-pytestmark = pytest.mark.skipif(
-    not (getattr(os, "confstr_names", None) and (os.confstr("CS_GNU_LIBC_VERSION") or "")),
-    reason="the C library is not glibc",
-)
-
-
-def _before(version):
-    return tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < version
-
+LIBRARY, VERSION = platform.libc_ver()
+pytestmark = pytest.mark.skipif(LIBRARY != "glibc", reason="the C library is not glibc")
 
 _NO_GAPS = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 #: Page faults of 128 MiB of memory that is freed and acquired again, as torch does for tensors,
@@ -58,7 +52,7 @@ def test_memory_that_was_freed_is_there_again_without_page_faults():
     assert freed == [0] * 3 or not leaves_gaps(), "gaps do not count"
 
 
-@pytest.mark.skipif(_before((2, 33)), reason="this glibc does not tell")
+@pytest.mark.skipif([*map(int, VERSION.split("."))] < [2, 33], reason="this glibc does not tell")
 def test_freed_memory_is_known_unless_it_was_returned():
     _, _, first, returned, again = _run(GLIBC_TUNABLES=_NO_GAPS)
     assert first >= 120
