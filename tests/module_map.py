@@ -38,8 +38,7 @@ def written() -> str:
         for file in files:
             if file.name == "__init__.py":
                 lines.append(f"{first_sentence(file)}\n")
-        lines.append("| file | content |")
-        lines.append("|---|---|")
+        lines += ["| file | content |", "|---|---|"]
         lines += [
             f"| `{file.name}` | {first_sentence(file).replace('|', '·')} |"
             for file in files

@@ -131,11 +131,8 @@ def assert_same_history(got: Sequence[Numbers], expected: Sequence[Numbers]) -> 
 
 
 def gradients(model: nn.Module) -> Numbers:
-    return {
-        f"grad {name}": parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = model.named_parameters()
+    return {f"grad {name}": p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def weights(model: nn.Module) -> Numbers:

@@ -99,11 +99,8 @@ def train(
     )  # fmt: skip
     if on_first and engine is not None:
         used.consolidate_state_dict()
-    return {
-        **found,
-        "weights": {name: value.clone() for name, value in net.state_dict().items()},
-        "states": used.state_dict() if rank == 0 or not on_first else {},
-    }
+    states = used.state_dict() if rank == 0 or not on_first else {}
+    return {**found, "weights": weights(net), "states": states}
 
 
 STREAMED = {"enabled": True, "min_size": "4KiB"}

@@ -206,11 +206,8 @@ def tensor_parallel(rank, directory):
         assert sum(isinstance(p, DTensor) for p in net.parameters()) == 4  # two layers
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         used = made if engine is None else engine.attach(net, made)
-        return {
-            **run_steps(net, used, engine, lambda step, _: tokens(step)),  # the same on all ranks
-            "weights": whole(net.state_dict()),
-            "states": whole(used.state_dict()),
-        }
+        found = run_steps(net, used, engine, lambda step, _: tokens(step))  # the same on all ranks
+        return {**found, "weights": whole(net.state_dict()), "states": whole(used.state_dict())}
 
     plain = run(None)
     for overlap in ("commit", "eager"):
