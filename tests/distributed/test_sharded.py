@@ -21,7 +21,8 @@ from tests.distributed.ranks import run_ranks
 def build(low=False, device="cpu"):
     torch.manual_seed(0)
     with torch.device(device):
-        net, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+        net = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
     )
