@@ -14,13 +14,7 @@ _LATE_SECONDS = 0.02
 
 
 class PacedBackend(PosixBackend):
-    """Moves blocks as the plain backend does, at so many bytes per second in each direction.
-
-    Args:
-        read: bytes per second; None for as fast as it goes.
-        write: likewise.
-        options: of the plain backend.
-    """
+    """Moves blocks as the plain backend does, at so many bytes per second; None: as fast as can."""
 
     def __init__(
         self, *, read: float | None = None, write: float | None = None, **options: Any
@@ -31,7 +25,6 @@ class PacedBackend(PosixBackend):
         self._pace = threading.Lock()
 
     def set_rates(self, *, read: float | None, write: float | None) -> None:
-        """From now on."""
         self._rates = {False: read, True: write}
 
     def move(self, request: BlockRequest) -> None:

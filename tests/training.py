@@ -44,15 +44,10 @@ def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, .
     return list(zip(options, *map(cycle, others), strict=False))
 
 
-def settings(
-    directory: Path | None, host: str | None = None, **sections: dict[str, Any]
-) -> dict[str, Any]:
-    """A config with which nearly everything of a tiny model leaves.
+def settings(directory: Path | None, host: str | None = None, **sections: Any) -> dict[str, Any]:
+    """A config with which nearly everything of a tiny model leaves, and options by section on top.
 
-    Args:
-        directory: of the ssd tier; None for none.
-        host: capacity of a dram tier before it; None for none.
-        sections: options by section, on top.
+    Its tiers are a dram tier of the capacity `host` and an ssd tier in the directory, if given.
     """
     tiers: list[dict[str, Any]] = []
     if host is not None:
@@ -146,12 +141,8 @@ def assert_same_history(got: Sequence[Numbers], expected: Sequence[Numbers]) -> 
 
 
 def gradients(model: nn.Module) -> Numbers:
-    """Copies of every gradient that there is."""
-    return {
-        f"grad {name}": parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = model.named_parameters()
+    return {f"grad {name}": p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def weights(model: nn.Module) -> Numbers:
@@ -168,12 +159,8 @@ def backward_history(
 ) -> list[Numbers]:
     """Loss and gradients of a few steps of plain gradient descent.
 
-    Args:
-        model: what is trained.
-        loss_of: runs the forward pass of a step; random numbers are seeded before it.
-        steps: how many.
-        between: called between forward and backward.
-        after: called after backward, before the gradients are read.
+    Random numbers are seeded before each forward pass, which is that of `loss_of`. `between` is
+    called before backward, and `after` before the gradients are read.
     """
     history = []
     for step in range(steps):
@@ -196,12 +183,7 @@ def backward_history(
 def saved_storages(
     run: Callable[[], Any], keep_out: Iterable[torch.Tensor] = ()
 ) -> list[torch.UntypedStorage]:
-    """The storages that autograd saves, each once, seen with hooks of torch's own.
-
-    Args:
-        run: the forward pass.
-        keep_out: tensors whose storages do not count.
-    """
+    """The storages that autograd saves, each once, but for those of the tensors to keep out."""
     excluded = {tensor.untyped_storage()._cdata for tensor in keep_out}
     seen: dict[int, torch.UntypedStorage] = {}
 

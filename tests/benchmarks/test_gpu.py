@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,8 +13,8 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import contenders as who
 from benchmarks.gpu import contests, programs
 from benchmarks.turns import Ended
+from tests.support import run_python
 
-ROOT = Path(__file__).parents[2]
 CONTEST = contests.ACTIVATIONS[0]
 
 
@@ -27,18 +25,13 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path, disk):
     file = tmp_path / "found" / "sim.json"
     # What starts programs of its own is below.
     parts = [name for name in gpu.SHARES if name not in ("tests", "sanitizers")]
-    command = [
-        sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--brief", "--minutes", "20",
-        "--dir", str(disk), "--json", str(file), "--only", *parts,
-    ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    options = ["--device", "sim", "--brief", "--minutes", "20", "--dir", disk, "--json", file]
+    run_python("-m", "benchmarks.gpu", *options, "--only", *parts, timeout=280)
     found = json.loads(file.read_text())
-    problems = {name: part["reason"] for name, part in found["parts"].items() if part["reason"]}
-    assert problems == {}, run.stderr[-3000:]
+    assert {name: part["reason"] for name, part in found["parts"].items() if part["reason"]} == {}
     assert list(found["parts"]) == parts
     claims = [claim for part in found["parts"].values() for claim in part["claims"]]
-    not_held = [one["name"] for one in claims if one["judged"] and not one["held"]]
-    assert not_held == []
+    assert [one["name"] for one in claims if one["judged"] and not one["held"]] == []
     assert len(claims) > 15
     assert found["simulated"]
     assert found["machine"]["torch"] == torch.__version__

@@ -65,7 +65,6 @@ def test_any_size_is_saved(size, target, way):
 
 
 def mapped(path):
-    """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 
@@ -218,8 +217,6 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
 
 # ---------------------------------------------------------------------- what goes wrong
 class Unwilling:
-    """Cannot be pickled."""
-
     def __init__(self, error):
         self.error = error
 
@@ -251,12 +248,8 @@ def test_a_write_that_fails_leaves_the_previous_file(number, advice, at, target,
         write(self, view, offset)
 
     monkeypatch.setattr(files.PageFile, "write", fail)
-    if number is None:
-        expected = pytest.raises(KeyboardInterrupt)
-    else:
-        message = rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
-        expected = pytest.raises(StorageError, match=message)
-    with expected:
+    message = number and rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
+    with pytest.raises(StorageError if number else KeyboardInterrupt, match=message):
         save([torch.randn(5 * MiB) for _ in range(2)], target)
     monkeypatch.undo()
     assert_is_state(load(target))
@@ -299,8 +292,7 @@ def test_files_of_other_names_and_links_are_left_alone(target, tmp_path):
     other.write_bytes(b"half")
     partial(target).symlink_to(elsewhere)
     save(STATE, target)
-    assert other.read_bytes() == b"half"
-    assert elsewhere.read_bytes() == b"mine"
+    assert (other.read_bytes(), elsewhere.read_bytes()) == (b"half", b"mine")
     assert partial(target).is_symlink()
     other.unlink()
     partial(target).unlink()
@@ -315,8 +307,7 @@ def _save_for_ever(target):
 
 
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(target):
-    chance = random.Random(0)
-    halves = 0
+    chance, halves = random.Random(0), 0
     for _ in range(12):
         child = os.fork()
         if child == 0:

@@ -82,10 +82,7 @@ def train(rank, how, tier, notes):
 
 
 def by_themselves(rank, directory, tier, ways):
-    """Ranks that no launcher looks after; their exit statuses, and the seconds until then.
-
-    Their output goes to files.
-    """
+    """Ranks that no launcher looks after; their exit statuses, and the seconds until then."""
     ranks = {}
     for how in ways:
         notes = directory / how
@@ -126,11 +123,7 @@ def restarted(rank, directory, tier):
 
 
 def train_on(engine, checkpoint, doomed):
-    """Train to the end, from the checkpoint if there is one.
-
-    A rank is killed between two checkpoints; the ranks that torchrun starts again go on from the
-    last one.
-    """
+    """Train to the end, from the checkpoint if there is one; the doomed are killed between two."""
     rank = dist.get_rank()
     saved = load(checkpoint) if checkpoint.exists() else None
     first = 0 if saved is None else saved["step"]
@@ -141,12 +134,10 @@ def train_on(engine, checkpoint, doomed):
         if engine is not None and (step + 1) % EVERY == 0:
             states = optimizer.state_dict()
             if rank == 0:
-                state = {"step": step + 1, "model": net.state_dict(), "optimizer": states}
-                save(state, checkpoint)
+                save({"step": step + 1, "model": net.state_dict(), "optimizer": states}, checkpoint)
             dist.barrier()
 
-    steps = range(first, STEPS)
-    found = data_parallel(rank, engine, states=saved, steps=steps, after=after)
+    found = data_parallel(rank, engine, states=saved, steps=range(first, STEPS), after=after)
     return {**found, "first": first}
 
 

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ from benchmarks.faults.points import SETTINGS, Point, points
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions import region
 from offload_strategy.store.reader import Reader
+from tests.conformance.selection import commits
 
 _CONFIGURATIONS = 5
 _POINTS_EACH = 7
@@ -35,17 +34,8 @@ def _operations():
         yield
 
 
-def _seed():
-    """The commit, so that CI tries others each time; a fixed one where there is no git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "no commit"
-
-
 def test_after_any_operation_has_failed_the_numbers_are_right_or_an_error_says_what_to_do():
-    seed = _seed()
+    seed = commits()  # CI tries others each time
     print(f"the sample of {seed}")
     chosen = random.Random(seed)
     settings = chosen.sample([each for each in SETTINGS if each.ranks == 1], _CONFIGURATIONS)
@@ -74,11 +64,8 @@ def _complaints(operation, numbers=(1,)):
 
 
 def test_a_completion_that_swallows_errors_is_found(monkeypatch):
-    monkeypatch.setattr(
-        PathQueue,
-        "_block_done",
-        lambda queue, *args, done=PathQueue._block_done: done(queue, *args[:2], None),
-    )
+    normal = PathQueue._block_done
+    monkeypatch.setattr(PathQueue, "_block_done", lambda *args: normal(*args[:3], None))
     assert "wrong" in _complaints("off-states-ssd:write", range(8, 24, 2))
 
 

@@ -142,8 +142,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache):
-    assert load_rates(IDENTITY) == {}
-    assert load_all_rates() == []
+    assert (load_rates(IDENTITY), load_all_rates()) == ({}, [])
     assert not cache.exists()
     assert save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
@@ -191,7 +190,6 @@ def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):
 
 
 def changed(**parts):
-    """A file of rates with other parts."""
     good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(RATES[READ])}
     return json.dumps({**good, **parts}).encode()
 
@@ -244,8 +242,7 @@ def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog, tmp_path):
 )
 def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed, after):
     found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)
-    assert found.rate == pytest.approx(after)
-    assert (found.nbytes, found.runs) == (150, 4)
+    assert (found.rate, found.nbytes, found.runs) == (pytest.approx(after), 150, 4)
     first = updated_rate(None, observed, 5)
     assert (first.rate, first.source, first.nbytes, first.runs) == (observed, "observed", 5, 1)
     assert first.date.endswith("+00:00")

@@ -21,6 +21,7 @@ from offload_strategy.io.regions.directory_check import check_capacities, check_
 from offload_strategy.io.regions.region import ExtentAllocator, Region
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
 from tests.io.loop_devices import loop_device, loop_disk
+from tests.support import raising
 
 
 @pytest.fixture(params=["unnamed", "unlinked"])
@@ -39,8 +40,7 @@ def region(request, disk, monkeypatch):
 
 def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_early(region, disk):
     status = os.fstat(region.fd)
-    assert list(disk.iterdir()) == []
-    assert status.st_nlink == 0
+    assert (list(disk.iterdir()), status.st_nlink) == ([], 0)
     assert stat.S_ISREG(status.st_mode)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert not os.get_inheritable(region.fd)
@@ -53,8 +53,7 @@ def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_e
 
 def test_the_file_grows_in_large_steps(disk, monkeypatch):
     monkeypatch.setattr(region_module, "GROWTH_BYTES", 8 * MiB)
-    region = Region(disk, "nvme", capacity=30 * MiB)
-    sizes = []
+    region, sizes = Region(disk, "nvme", capacity=30 * MiB), []
     for _ in range(30):
         assert region.allocate(1 * MiB) is not None
         sizes.append(os.fstat(region.fd).st_size // MiB)
@@ -95,12 +94,10 @@ SPARSE = [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None]
 
 @pytest.mark.parametrize("answer", [*SPARSE, errno.ENOSPC, errno.EIO])
 def test_a_system_may_not_preallocate_be_full_or_fail(region, monkeypatch, answer):
-    def refuse(*_):
-        raise OSError(answer, os.strerror(answer))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
     if answer is None:
         monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", raising(OSError(answer, os.strerror(answer))))
     if answer in SPARSE:
         assert region.allocate(1 * MiB) is not None
         assert os.fstat(region.fd).st_size == 64 * MiB
@@ -126,16 +123,10 @@ def test_direct_io_is_used_unless_it_is_not_wanted(disk, caplog, direct):
     region.close()
 
 
-@pytest.mark.parametrize(
-    "how", ["at open", "at the first write", "by a short write", "no such flag"]
-)
-def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
-    disk, monkeypatch, caplog, how
-):
+@pytest.mark.parametrize("how", ["at open", "at a write", "by a short write", "no such flag"])
+def test_where_direct_io_is_refused_auto_warns_once_and_true_fails(disk, monkeypatch, caplog, how):
     real_fcntl, direct = fcntl.fcntl, os.O_DIRECT
-
-    def refuse(*_):
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    refuse = raising(OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
 
     def fcntl_(fd, command, flags=0):
         return refuse() if flags & direct else real_fcntl(fd, command, flags)
@@ -145,7 +136,7 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
     elif how == "at open":
         monkeypatch.setattr(fcntl, "fcntl", fcntl_)
     else:
-        monkeypatch.setattr(os, "pwrite", refuse if how == "at the first write" else lambda *_: 512)
+        monkeypatch.setattr(os, "pwrite", refuse if how == "at a write" else lambda *_: 512)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     assert not region.direct

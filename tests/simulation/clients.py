@@ -11,9 +11,7 @@ import torch
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.units import PAGE_BYTES as PAGE
-from tests.simulation.scheduler import (
-    SimulatedThread,
-)
+from tests.simulation.scheduler import SimulatedThread
 from tests.simulation.world import CONTENT, POISON, Memory, World, scheduled
 
 
@@ -80,15 +78,10 @@ class Client:
 
     def put(self, replaces: Ticket | None = None) -> None:
         payload, content = self._payload()
-        hints = [bool(self.world.random.randrange(2)) for _ in range(2)]
-        ticket = self.world.store.put(
-            payload,
-            "optimizer",
-            self.world.tiers,
-            whole_pages=hints[0],
-            one_block_at_a_time=hints[1],
-            replaces=replaces,
-        )
+        names = ("whole_pages", "one_block_at_a_time")
+        hints: dict[str, Any] = {name: bool(self.world.random.randrange(2)) for name in names}
+        world = self.world
+        ticket = world.store.put(payload, "optimizer", world.tiers, replaces=replaces, **hints)
         self.mine[ticket] = content
 
     def put_many(self) -> None:
@@ -164,11 +157,9 @@ class Client:
         self.world.open_store()
 
     def leave(self, *, verify: bool) -> None:
-        """Look at everything once more, and let it go."""
         for ticket in list(self.mine):
             if verify:
-                closed = self.world.store._registry.closed
-                with suppress(OffloadError if closed else ()):
+                with suppress(OffloadError if self.world.store._registry.closed else ()):
                     self.read(ticket, "get")
             if self.world.random.randrange(2):
                 self.world.store.free(ticket)
@@ -214,8 +205,7 @@ class Client:
 
     def backward(self) -> None:
         if self.graphs:
-            number = self.world.random.randrange(len(self.graphs))
-            values, loss, expected = self.graphs.pop(number)
+            values, loss, expected = self.graphs.pop(self.world.random.randrange(len(self.graphs)))
             loss.backward()
             assert values.grad is not None
             self.world.require(torch.equal(values.grad, expected), "other gradients")

@@ -17,7 +17,8 @@ from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import adamw, all_plain, away, nearly_all_left, train, zoo_loss
+from tests.weights.nets import adamw, train, zoo_loss
+from tests.weights.support import all_plain, away, nearly_all_left
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -30,7 +31,6 @@ def few_at_a_time(monkeypatch, no_room):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a checkpoint."""
     return tmp_path / "checkpoint"
 
 
@@ -124,8 +124,7 @@ def test_saved_weights_load_into_transformers(engine, folder, kind, shard_bytes)
     files = engine.save_weights(model, folder, shard_bytes)
     assert away(model)
     model.config.save_pretrained(folder)
-    loaded = type(model).from_pretrained(folder)
-    assert_same_bits(weights(loaded), weights(build(kind)))
+    assert_same_bits(weights(type(model).from_pretrained(folder)), weights(build(kind)))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
     assert not killed.exists()
@@ -319,8 +318,7 @@ def test_other_names_may_be_allowed(engine, file):
     _rename(file)
     model = layers()
     found = engine.load_weights(model, file, strict=False)
-    assert found.missing == ["1.weight"]
-    assert found.unexpected == ["2.weight"]
+    assert (found.missing, found.unexpected) == (["1.weight"], ["2.weight"])
     with torch.device("meta"):
         empty = layers()
     with pytest.raises(ConfigError, match=r"'1' \(Linear\).*build"):  # half of it is there
