@@ -129,12 +129,7 @@ class TensorStore:
         return self.adopt_stripes(stripes, begin, nbytes, client, device)
 
     def adopt_stripes(
-        self,
-        stripes: Sequence[Stripe],
-        begin: int,
-        nbytes: int,
-        client: str,
-        device: torch.device = _CPU,
+        self, stripes: Sequence[Stripe], begin: int, nbytes: int, client: str, device: torch.device
     ) -> Ticket:
         """Return a ticket for `nbytes` of stripes of existing files, from `begin` on."""
         self._check_usable()

@@ -18,6 +18,7 @@ A ticket is written once, read any number of times, then freed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -118,7 +119,7 @@ class Entry:
     #: The host buffer of a freed ticket, for the one that replaces it.
     buffer: torch.Tensor | None = None
     #: Under which the registry knows the ticket.
-    reference: int = 0
+    reference: weakref.ref[Ticket] | None = None
 
     @property
     def is_in_host_memory(self) -> bool:

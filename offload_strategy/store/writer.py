@@ -83,7 +83,7 @@ class Writer(StorePart):
                     self._begin(entries[begun:])
                     begun += 1
             if leaving:
-                self._copy_out(client, leaving, compute, replaced)
+                self._copy_out(leaving, compute, replaced)
                 self._begin(entries[begun:])
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
@@ -127,11 +127,7 @@ class Writer(StorePart):
             raise reports.no_room(entry.nbytes, entry.client, tiers)
 
     def _copy_out(
-        self,
-        client: str,
-        entries: Sequence[Entry],
-        compute: torch.Stream | None,
-        replaced: Entry | None,
+        self, entries: Sequence[Entry], compute: torch.Stream | None, replaced: Entry | None
     ) -> None:
         """Start to copy the sources of entries to one host buffer."""
         engine = self.copies[entries[0].device]
@@ -142,7 +138,7 @@ class Writer(StorePart):
             if kept.nbytes == nbytes and engine.may_overwrite(kept, compute):
                 buffer, after = kept, replaced.copied
         if buffer is None:
-            buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
+            buffer = self.allocate_waiting(entries[0].client, nbytes, pinned=engine.asynchronous)
         sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
         engine.copy_out(entries, sources, buffer, compute, after)
 

@@ -22,9 +22,6 @@ from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGro
 from offload_strategy.optimizer.updated_weights import WeightResidency
 from offload_strategy.store.shared_tickets import FileIdentity, SharedTicket
 
-#: Who asks for the bytes, in what is recorded.
-_CLIENT = "parameters"
-
 
 class WeightSharing:
     """The shared weights of a group's ranks. All ranks have to make one at the same time."""
@@ -62,9 +59,7 @@ class WeightSharing:
             if shared is None:
                 to_send.append(position)
             elif owner != group.rank:
-                ticket = residency.files.adopt(
-                    self._files[owner], shared, _CLIENT, parameter.device
-                )
+                ticket = residency.files.adopt(self._files[owner], shared, parameter.device)
                 residency.replace(parameter, ticket)
         group.any_rank([False])  # until all have replaced what they had
         residency.drop_replaced(own)
