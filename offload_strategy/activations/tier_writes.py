@@ -167,7 +167,7 @@ class TierWrites:
     def copy_rate(self) -> float | None:
         """Return the bytes per second of copies from a device to the host, or None if unknown."""
         engines = tuple(self.store.copies.values())
-        return min((rate for engine in engines if (rate := engine.outgoing_rate)), default=None)
+        return min((rate for engine in engines if (rate := engine.outgoing.rate)), default=None)
 
     def copy_window(self) -> int:
         """Return the bytes that may be on their way to the host before a device waits for them."""

@@ -132,7 +132,7 @@ class WeightStream(BlockResidency):
 
     def _stream(self, name: str, parameter: nn.Parameter, fsdp_param: Any = None) -> StreamedWeight:
         """Return the streamed weight of a parameter, or of an FSDPParam's; create it if needed."""
-        weight: StreamedWeight | None = self._weights.get(parameter)
+        weight = self._weights.get(parameter)
         if weight is None and fsdp_param is None:
             weight = StreamedWeight(name, parameter, *self._services())
         elif weight is None:
