@@ -45,7 +45,7 @@ class TicketRegistry:
         self.moving: set[Entry] = set()
         self.writing_bytes = 0
         self.writing_bytes_of: Counter[str] = Counter()
-        #: How often bytes left memory, or a load failed, without the ticket's owner.
+        #: How often bytes left memory, or a load failed, without a call of their owner.
         self.lost_copies = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[weakref.ref[Ticket], Entry] = {}

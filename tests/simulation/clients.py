@@ -167,7 +167,7 @@ class Client:
         """Look at everything once more, and let it go."""
         for ticket in list(self.mine):
             if verify:
-                closed = self.world.store._registry.closed
+                closed = self.world.store.registry.closed
                 with suppress(OffloadError if closed else ()):
                     self.read(ticket, "get")
             if self.world.random.randrange(2):
