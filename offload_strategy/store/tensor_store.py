@@ -46,11 +46,6 @@ class TensorStore:
         """Number of tickets that are not freed."""
         return self.registry.live
 
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes that wait to be written, or are being written."""
-        return self.registry.writing_bytes
-
     # ------------------------------------------------------------------ offloading
     def put(
         self,
@@ -230,10 +225,6 @@ class TensorStore:
         buffer = entry.payload if pinned and entry.is_in_host_memory else None
         self.registry.free(entry)
         entry.buffer = buffer
-
-    def release_written(self) -> None:
-        """Free the memory of tickets that were written."""
-        self.registry.release_written()
 
     def trim(self) -> None:
         """Free idle buffers before a time in which little will be read."""

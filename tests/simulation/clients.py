@@ -191,7 +191,7 @@ class Client:
             lambda: buffers.keep_idle(0),
             store.trim,
             store.pass_begins,
-            store.release_written,
+            store.registry.release_written,
             lambda: [queue.end_threads() for queue in self.world.queues],
         ][self.world.random.randrange(7)]()
 
