@@ -119,7 +119,7 @@ class TensorStore:
     ) -> Ticket:
         """Return a ticket for `nbytes` of stripes of existing files, from `begin` on."""
         self._check_usable()
-        entry = Entry(client, nbytes, device, None)
+        entry = Entry(client, nbytes, device)
         if nbytes:
             entry.stripes, entry.begin, entry.state = stripes, begin, TicketState.STORED
         else:

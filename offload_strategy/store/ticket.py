@@ -91,13 +91,13 @@ class Entry:
     client: str
     nbytes: int
     device: torch.device
-    #: None for a range of a foreign file, and for a ticket of no bytes.
-    tier: Tier | None
     next_use: float | None = None
     #: Whether what lies around the payload in its pages may be written along.
     whole_pages: bool = False
     #: See `Move`.
     one_block_at_a_time: bool = False
+    #: None for a range of a foreign file, and for a ticket of no bytes.
+    tier: Tier | None = None
     #: Where it may go when it has to leave a host tier.
     lower: Sequence[Tier] = ()
     state: TicketState = TicketState.IN_MEMORY

@@ -224,9 +224,9 @@ def deal(nbytes: int, live: Sequence[int], weights: Sequence[float]) -> list[int
     # Water filling: raise the level live/weight of the lowest paths until the ticket is used up.
     # For fewer paths than lie below it the level would be higher, and for more of them, too.
     order = sorted(range(len(live)), key=lambda i: live[i] / weights[i])
-    amounts = itertools.accumulate(live[i] for i in order)
-    capacities = itertools.accumulate(weights[i] for i in order)
-    level = min((nbytes + a) / c for a, c in zip(amounts, capacities, strict=True))
+    held = itertools.accumulate(live[i] for i in order)
+    width = itertools.accumulate(weights[i] for i in order)
+    level = min((nbytes + below) / wide for below, wide in zip(held, width, strict=True))
     wanted = [max(0.0, level * weights[i] - live[i]) for i in range(len(live))]
     parts = [int(want // STRIPE_UNIT) * STRIPE_UNIT for want in wanted]
     # What rounding left goes to those who lost most by it.

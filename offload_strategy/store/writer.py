@@ -74,7 +74,7 @@ class Writer(StorePart):
         begun, device = 0, payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
-                entry = Entry(client, payload.nbytes, device, None, next_use, *hints)
+                entry = Entry(client, payload.nbytes, device, next_use, *hints)
                 entries.append(entry)
                 self._claim(entry, payload, tiers, replaced, compute)
                 if entry.source is not None:
