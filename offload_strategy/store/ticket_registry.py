@@ -31,8 +31,6 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
-POLL_SECONDS = 0.001
-
 
 class TicketRegistry:
     """All tickets of a store that are not freed. `lock` guards every entry."""
@@ -135,7 +133,7 @@ class TicketRegistry:
 
     def pause(self) -> None:
         """Let writes end."""
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.001)
         self.release_written()
 
     def release_written(self) -> None:
@@ -202,7 +200,7 @@ class StorePart:
                 continue
             if not self.registry.writing_bytes:
                 break
-            time.sleep(POLL_SECONDS)
+            self.registry.pause()
         self.recorder.stalled(client, begin)
         return self.allocate_now(nbytes, pinned=pinned) if buffer is None else buffer
 
