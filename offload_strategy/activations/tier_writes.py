@@ -143,7 +143,7 @@ class TierWrites:
         if self.on_device:
             leaving = sum(engine.source_bytes() for engine in tuple(self.store.copies.values()))
         else:
-            leaving = self.store.writing_bytes_of(CLIENT)
+            leaving = self.store.registry.writing_bytes_of[CLIENT]
         return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int) -> None:
@@ -167,7 +167,7 @@ class TierWrites:
     def copy_rate(self) -> float | None:
         """Return the bytes per second of copies from a device to the host, or None if unknown."""
         engines = tuple(self.store.copies.values())
-        return min((rate for engine in engines if (rate := engine.outgoing_rate)), default=None)
+        return min((rate for engine in engines if (rate := engine.outgoing.rate)), default=None)
 
     def copy_window(self) -> int:
         """Return the bytes that may be on their way to the host before a device waits for them."""

@@ -58,14 +58,14 @@ class CopyEngine:
         self.asynchronous = is_asynchronous(device)
         self._lock = threading.Lock()
         self._largest = 0
-        self._outgoing = RecentRate()
+        #: Of the latest copies to the host, by the device's clock.
+        self.outgoing = RecentRate()
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
         self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
         self._released: deque[CopyOut] = deque()
         # Copies to the device, the event at their end, and the buffers that they read.
-        self._loads: deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]
-        self._loads = deque()
+        self._loads = deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]()
         # Waits for events, in order.
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         # The streams of copies out and in, by compute stream.
@@ -142,11 +142,6 @@ class CopyEngine:
         """Bytes whose copies may be under way before the compute stream waits for the first."""
         return max(_WINDOW_BYTES, 2 * self._largest)
 
-    @property
-    def outgoing_rate(self) -> float | None:
-        """Bytes per second of the latest copies to the host by the device's clock, if known."""
-        return self._outgoing.rate
-
     def _window(self) -> ReleaseWindow[CopyOut] | None:
         """Return the window of this thread's stream, if anything was copied from there."""
         return self._windows.get(current_stream(self.device).stream_id) if self._windows else None
@@ -176,7 +171,7 @@ class CopyEngine:
             while self._released and self._released[0].done.query():
                 copy = self._released.popleft()
                 nbytes = sum(entry.nbytes for entry in copy.entries)
-                self._outgoing.add(nbytes, elapsed_seconds(copy.begun, copy.done))
+                self.outgoing.add(nbytes, elapsed_seconds(copy.begun, copy.done))
                 for entry in copy.entries:
                     entry.copied = None
 

@@ -38,22 +38,15 @@ class FileIdentity(NamedTuple):
     path: str
 
 
-class SharedStripe(NamedTuple):
-    """A part of a ticket, in the file of this number; see `Stripe`."""
-
-    file: int
-    extent: Extent
-    begin: int
-    nbytes: int
-    digests: Digests | Tags | None
-
-
 class SharedTicket(NamedTuple):
-    """Where the bytes of another process's ticket are: `nbytes` from `begin` on of its stripes."""
+    """Where the bytes of another process's ticket are: `nbytes` from `begin` on of its stripes.
+
+    Those have the number of their file in place of the queue.
+    """
 
     begin: int
     nbytes: int
-    stripes: tuple[SharedStripe, ...]
+    stripes: list[tuple[int, Extent, int, int, Digests | Tags | None]]
 
 
 class SharedFile(ExternalFile):
@@ -125,19 +118,12 @@ class SharedFiles:
             if stripe.queue.region not in self._regions:
                 return None
             file = self._regions.index(stripe.queue.region)
-            place = (stripe.extent, stripe.begin, stripe.nbytes, stripe.digests)
-            stripes.append(SharedStripe(file, *place))
-        return SharedTicket(entry.begin, entry.nbytes, tuple(stripes)) if stripes else None
+            stripes.append((file, stripe.extent, stripe.begin, stripe.nbytes, stripe.digests))
+        return SharedTicket(entry.begin, entry.nbytes, stripes) if stripes else None
 
     def adopt(
-        self,
-        identities: Sequence[FileIdentity],
-        shared: SharedTicket,
-        client: str,
-        device: torch.device,
+        self, identities: Sequence[FileIdentity], shared: SharedTicket, device: torch.device
     ) -> Ticket:
-        """Return a ticket for bytes in opened files of another process."""
-        stripes = [
-            Stripe(self._queues[identities[each.file]], *each[1:]) for each in shared.stripes
-        ]
-        return self._store.adopt_stripes(stripes, shared.begin, shared.nbytes, client, device)
+        """Return a ticket for bytes of a weight in opened files of another process."""
+        stripes = [Stripe(self._queues[identities[part[0]]], *part[1:]) for part in shared.stripes]
+        return self._store.adopt_stripes(stripes, shared.begin, shared.nbytes, "parameters", device)

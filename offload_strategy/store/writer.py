@@ -74,16 +74,20 @@ class Writer(StorePart):
         begun, device = 0, payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
-                entry = Entry(client, payload.nbytes, device, None, next_use, *hints)
+                entry = Entry(client, payload.nbytes, device, next_use, *hints, payload=payload)
                 entries.append(entry)
-                self._claim(entry, payload, tiers, replaced, compute)
-                if entry.source is not None:
-                    leaving.append(entry)
-                elif not leaving:
+                tier = self._claim(entry, payload, tiers, replaced) if entry.nbytes else None
+                if tier is not None and not payload.is_cpu:
+                    if tier.device_memory:
+                        entry.copied = self.copies[device].ready(compute)
+                    elif not tier.is_own_device:
+                        entry.source = payload
+                        leaving.append(entry)
+                if not leaving:
                     self._begin(entries[begun:])
                     begun += 1
             if leaving:
-                self._copy_out(client, leaving, compute, replaced)
+                self._copy_out(leaving, compute, replaced)
                 self._begin(entries[begun:])
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
@@ -95,43 +99,26 @@ class Writer(StorePart):
         return entries
 
     def _claim(
-        self,
-        entry: Entry,
-        payload: torch.Tensor,
-        tiers: Sequence[Tier],
-        replaced: Entry | None,
-        compute: torch.Stream | None,
-    ) -> None:
-        """Reserve room on a tier; `source` is set if the bytes must be copied to host memory."""
-        entry.payload, on_device = payload, not payload.is_cpu
-        for position, tier in enumerate(tiers if entry.nbytes else ()):
+        self, entry: Entry, payload: torch.Tensor, tiers: Sequence[Tier], replaced: Entry | None
+    ) -> Tier:
+        """Reserve room on the first tier that has some, which is returned."""
+        for position, tier in enumerate(tiers):
             if isinstance(tier, MemoryTier):
                 # A device has no memory to spare for both.
                 over = replaced is not None and replaced.tier is tier and tier.is_host_memory
                 if self._claim_memory(tier, entry, over_capacity=over):
                     entry.tier, entry.lower = tier, tiers[position + 1 :]
-                    if on_device and not tier.is_own_device:
-                        entry.source = payload
-                    return
+                    return tier
             elif isinstance(tier, PathTier):
                 lead = _lead(entry, payload)
                 stripes = tier.claim_extents(lead + entry.nbytes, lead)
                 if stripes is not None:
                     entry.tier, entry.stripes, entry.begin = tier, stripes, lead
-                    if on_device and tier.device_memory:
-                        entry.copied = self.copies[entry.device].ready(compute)
-                    elif on_device:
-                        entry.source = payload
-                    return
-        if entry.nbytes:
-            raise reports.no_room(entry.nbytes, entry.client, tiers)
+                    return tier
+        raise reports.no_room(entry.nbytes, entry.client, tiers)
 
     def _copy_out(
-        self,
-        client: str,
-        entries: Sequence[Entry],
-        compute: torch.Stream | None,
-        replaced: Entry | None,
+        self, entries: Sequence[Entry], compute: torch.Stream | None, replaced: Entry | None
     ) -> None:
         """Start to copy the sources of entries to one host buffer."""
         engine = self.copies[entries[0].device]
@@ -142,7 +129,7 @@ class Writer(StorePart):
             if kept.nbytes == nbytes and engine.may_overwrite(kept, compute):
                 buffer, after = kept, replaced.copied
         if buffer is None:
-            buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
+            buffer = self.allocate_waiting(entries[0].client, nbytes, pinned=engine.asynchronous)
         sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
         engine.copy_out(entries, sources, buffer, compute, after)
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,19 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _Tensor = torch.Tensor
 
 
-class _Owner(Protocol):
-    """Manages the bytes of a guarded parameter; `StreamedWeight` describes what this names."""
-
-    form: torch.Tensor
-    pinned: bool
-    saving: Callable[[], AbstractContextManager[bool]]
-
-    @property
-    def is_resident(self) -> bool: ...
-    def begin_access(self) -> None: ...
-    def end_access(self) -> None: ...
-
-
+#: The `StreamedWeight` of each parameter that is, or was, guarded.
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
@@ -102,7 +89,7 @@ class GuardedParameter(nn.Parameter):
         if func in _METADATA_FUNCTIONS or func in _LAYOUT_QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        accessed: list[_Owner] = []
+        accessed: list[Any] = []
         # nn.Parameter(parameter) requires the same class, so the result is made plain.
         again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         try:
@@ -176,8 +163,8 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
             yield from _guarded_in(each)
 
 
-def guard(parameter: nn.Parameter, owner: _Owner) -> None:
-    """Intercept every access to a parameter from now on."""
+def guard(parameter: nn.Parameter, owner: object) -> None:
+    """Intercept every access to a parameter from now on; `owner` is its `StreamedWeight`."""
     _owners[parameter] = owner
     parameter.__class__ = GuardedParameter
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError, StorageError
+from offload_strategy.io.backends.posix import drop_from_cache
 from offload_strategy.telemetry import Progress
 
 _SUFFIX = ".safetensors"
@@ -170,8 +171,7 @@ def save_shards(
                 del values
             with (partial / file).open("rb") as stream:  # onto the disk, out of the page cache
                 os.fsync(stream.fileno())
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                drop_from_cache(stream.fileno())
             bar.update(sum(tensor.nbytes for tensor in shard.values()))
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         for file in (*files, f"{_NAME}{_INDEX}"):

@@ -73,9 +73,7 @@ class WeightSharing:
             if shared is None:
                 to_send.append((parameter, owner))
             elif owner != group.rank:
-                ticket = residency.files.adopt(
-                    self._files[owner], shared, "parameters", parameter.device
-                )
+                ticket = residency.files.adopt(self._files[owner], shared, parameter.device)
                 residency.replace(parameter, ticket)
         group.any_rank([False])  # until all have replaced what they had
         residency.drop_replaced(own)
