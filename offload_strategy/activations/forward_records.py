@@ -69,9 +69,10 @@ class Trace:
     #: Bytes of items in memory, loaded ahead or not, after each save and after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
-    #: Whether an accelerator computes the pass, and its events if it is timed; [Note: clocks].
+    #: Whether an accelerator computes the pass, and, if it is timed, its events in forward and in
+    #: backward; [Note: clocks].
     on_device: bool = False
-    device_times: DeviceTimes | None = None
+    device_times: tuple[DeviceTimes, DeviceTimes] | None = None
     _storages: list[StorageReference] = field(default_factory=list)
     # Storages are freed on any thread; appending to a deque runs no Python code.
     _died: deque[Any] = field(default_factory=deque)
@@ -100,7 +101,7 @@ class Trace:
     def saved(self, prefix: int, nbytes: int) -> int:
         """Record a new item with its `prefix_with`, and return its number."""
         if self.device_times is not None:
-            self.device_times.saved()
+            self.device_times[0].note()
         self.prefixes.append(prefix)
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
@@ -111,7 +112,7 @@ class Trace:
     def used(self, number: int) -> None:
         """Record the first use of an item."""
         if self.device_times is not None:
-            self.device_times.used()
+            self.device_times[1].note()
         self.uses.append((number, perf_counter(), self.waited))
         storage = self._storages[number]
         self._alive_bytes -= storage.nbytes
@@ -142,21 +143,18 @@ class Trace:
 
     def resolve_times(self) -> bool:
         """Replace the host's times by the device's; return whether the times are right now."""
-        times = self.device_times
-        if times is None:
+        if self.device_times is None:
             return not self.on_device
-        if not self.uses or not times.over:
+        forward, backward = self.device_times
+        if not self.uses or not forward.over or not backward.over:
             return False
-        start = self.started_at
-        saved, used, self.held, self.waited = times.elapsed()
+        start, (first, _) = self.started_at, forward.items[0]
+        saved, self.held = forward.since(first)
+        used, self.waited = backward.since(first)
         self.saved_at = [start + seconds for seconds, _ in saved]
         self.held_at = [held for _, held in saved]
-        self.uses = [
-            (number, start + seconds, waited)
-            for (number, _, _), (seconds, waited) in zip(
-                self.uses, used, strict=False
-            )  # Ctrl-C leaves one
-        ]
+        both = zip(self.uses, used, strict=False)  # Ctrl-C leaves one
+        self.uses = [(number, start + after, waited) for (number, _, _), (after, waited) in both]
         self.on_device, self.device_times = False, None
         return True
 

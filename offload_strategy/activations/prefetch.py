@@ -197,7 +197,7 @@ class Prefetcher:
             self._fetch_ahead(item)
         begin = perf_counter()
         times = trace.device_times
-        with nullcontext() if times is None else times.wait():
+        with nullcontext() if times is None else times[1].wait():
             payload = self._store.get(ticket) if item.cached is None else item.cached
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
-from offload_strategy.activations.device_times import DeviceTimes, is_timed
+from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
     ByteRange,
     UnsupportedTensors,
@@ -257,7 +257,7 @@ class ActivationOffload:
         device = tensor.device
         if not trace.sizes and is_asynchronous(device):
             trace.on_device = self._writes.on_device = True
-            trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
+            trace.device_times = DeviceTimes.of_pass(record.serial, device)
         idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
