@@ -15,7 +15,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from timeit import default_timer as perf_counter
@@ -281,30 +281,19 @@ class ForwardRecord:
         self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
 
-    def unused(self, number: int) -> SavedItem | None:
-        """Return an item that exists and was not used yet, or None."""
-        item = self._items[number]() if number < len(self._items) else None
-        return None if item is None or item.used else item
-
-    def tickets(self) -> Iterator[Ticket]:
-        """Yield the tickets of offloaded items that exist, in the order of saving."""
-        for reference in self._items:
-            if (item := reference()) is not None and item.ticket is not None:
-                yield item.ticket
+    def offloaded(self, numbers: Iterable[int]) -> Iterator[tuple[SavedItem, Ticket]]:
+        """Yield those of these items that are offloaded, exist and were not used yet."""
+        for number in numbers:
+            item = self._items[number]() if number < len(self._items) else None
+            if item is not None and not item.used and item.ticket is not None:
+                yield item, item.ticket
 
     def follow(self, plan: UseOrder) -> None:
         """Prefetch in this order from now on."""
         self.plan = plan
-        self._places = [
-            place
-            for place, number in enumerate(plan.sequence)
-            if (item := self.unused(number)) is not None and item.ticket is not None
-        ]
+        self._places = [plan.position[item.number] for item, _ in self.offloaded(plan.sequence)]
 
-    def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
-        """Yield offloaded items after a place in the plan that were not used, with their places."""
-        for position in range(bisect_right(self._places, place), len(self._places)):
-            later = self._places[position]
-            item = self.unused(self.plan.sequence[later])
-            if item is not None and item.ticket is not None:
-                yield later, item, item.ticket
+    def upcoming(self, place: int) -> Iterator[tuple[SavedItem, Ticket]]:
+        """Yield the `offloaded` items after a place in the plan."""
+        later = range(bisect_right(self._places, place), len(self._places))
+        return self.offloaded(self.plan.sequence[self._places[position]] for position in later)

@@ -252,7 +252,7 @@ class Prefetcher:
         record.follow(self.history.plan(record.trace))
         leaving = self._budget.must_leave(record.trace)
         if leaving is not None:
-            for ticket in record.tickets():
+            for _, ticket in record.offloaded(range(len(record.trace.saved_at))):
                 if ticket.state is not TicketState.WRITING:
                     continue
                 if leaving > 0:
@@ -333,7 +333,7 @@ class Prefetcher:
         ahead = loading = begun_now = 0
         record.lost_copies, record.can_wait = self._store.lost_copies, None
         all_here, has_room = False, True
-        for later, item, ticket in record.upcoming(place):
+        for item, ticket in record.upcoming(place):
             entry = ticket.entry
             if entry.state is TicketState.WRITING:
                 continue  # still in memory
@@ -345,7 +345,7 @@ class Prefetcher:
             if entry.state is TicketState.STORED and item.still_to_load:
                 along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
                 if ahead and not along and occasion is not None:
-                    can_wait = due[later], loading + nbytes
+                    can_wait = due[record.plan.position[item.number]], loading + nbytes
                     if self._begin_at(*can_wait) > occasion:
                         record.can_wait = can_wait
                         break
@@ -366,7 +366,7 @@ class Prefetcher:
     def _stage(self, record: ForwardRecord, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
         staged, all_here, tickets = 0, True, []
-        for _, item, ticket in record.upcoming(place):
+        for item, ticket in record.upcoming(place):
             if item.has_pending_views:
                 if staged + ticket.nbytes > room and ticket.entry.staged is None:
                     all_here = False
@@ -384,10 +384,7 @@ class Prefetcher:
         following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
-        for number in self.history.plan(following.trace).sequence:
-            item = following.unused(number)
-            if item is None or item.ticket is None:
-                continue
-            room -= item.ticket.nbytes
-            if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
+        for item, ticket in following.offloaded(self.history.plan(following.trace).sequence):
+            room -= ticket.nbytes
+            if room < 0 or (item.still_to_load and not self._store.prefetch(ticket)):
                 return
