@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from offload_strategy.activations.device_times import DeviceTimes
-from offload_strategy.activations.eligibility import ByteRange, reach_of_base
+from offload_strategy.activations.eligibility import reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
 
@@ -179,7 +179,7 @@ class SavedItem:
 
     record: ForwardRecord
     number: int
-    range: ByteRange
+    span: range
     nbytes: int
     storage: StorageReference
     #: Version counter of the saved tensor.
@@ -252,7 +252,7 @@ class ForwardRecord:
         """Bytes of loaded items in the memory of the device that computes."""
         return self.staged_bytes if self.trace.on_device else self.loaded_bytes
 
-    def find(self, tensor: torch.Tensor, wanted: ByteRange) -> SavedItem | None:
+    def find(self, tensor: torch.Tensor, wanted: range) -> SavedItem | None:
         """Return the item that already has these bytes at this version, or None."""
         storage = tensor.untyped_storage()
         for reference in self._by_storage.get(storage._cdata, ()):
@@ -260,18 +260,19 @@ class ForwardRecord:
             if (
                 item is not None
                 and item.version == tensor._version
-                and item.range.covers(wanted)
+                and wanted[0] in item.span
+                and wanted[-1] in item.span
                 # Once changed, bytes are told by the counter of their base; others may lie between.
-                and (not item.version or item.range in (wanted, reach_of_base(tensor, wanted)))
-                and (wanted.start - item.range.start) % tensor.element_size() == 0
+                and (not item.version or item.span in (wanted, reach_of_base(tensor, wanted)))
+                and (wanted.start - item.span.start) % tensor.element_size() == 0
                 and item.storage() is storage
             ):
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: range, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage, nbytes = tensor.untyped_storage(), span.nbytes
+        storage, nbytes = tensor.untyped_storage(), len(span)
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)

@@ -19,7 +19,6 @@ from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
 from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
-    ByteRange,
     UnsupportedTensors,
     is_small,
     reach,
@@ -244,14 +243,15 @@ class ActivationOffload:
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes or not span.covers(wanted):
+        covers = wanted[0] in span and wanted[-1] in span
+        if not covers or len(wanted) < _WHOLE_BASE_SHARE * len(span):
             span = wanted
-        if span.nbytes < self._min_size:
+        if len(span) < self._min_size:
             return KeptTensor(tensor)
         return self._new_item(tensor, span, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
-        trace, nbytes = record.trace, span.nbytes
+    def _new_item(self, tensor: torch.Tensor, span: range, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, len(span)
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
