@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
-from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
     UnsupportedTensors,
     is_small,
@@ -25,7 +24,7 @@ from offload_strategy.activations.eligibility import (
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import ForwardRecord, Trace
+from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
