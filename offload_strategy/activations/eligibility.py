@@ -110,13 +110,12 @@ def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor],
     Autocast saves a low-precision copy of a weight, mostly as a view of it (a linear layer saves
     its transpose): cast from the weight, and it lives on in a cache.
     """
-    base = tensor._base
+    whole = tensor if tensor._base is None else tensor._base
     # `isinstance` of parameters is slow Python code, which is for what `type` does not tell.
     if type(tensor) is torch.nn.Parameter or is_weight(tensor):
         return True
-    if base is not None and isinstance(base, torch.nn.Parameter):
+    if whole is not tensor and isinstance(whole, torch.nn.Parameter):
         return True
-    whole = tensor if base is None else base
     node = whole.grad_fn
     for _ in range(_FORM_DEPTH):
         if node is None:

@@ -83,15 +83,11 @@ class MemoryLimit:
     name: str = "planning.device_memory"
     processes: int = 1
 
-    def measure(self, parameter: torch.Tensor) -> None:
+    def measure(self, parameter: torch.Tensor) -> PeakMeter:
         """Measure the memory of a parameter's device, unless one is measured already."""
         if self.meter is None:
             self.meter = PeakMeter(parameter)
-
-    def used_bytes(self) -> int:
-        """Return the bytes in use now."""
-        assert self.meter is not None
-        return self.meter.used_bytes()
+        return self.meter
 
     def limit_bytes(self) -> int:
         """Return the limit, which is what is free now if none was given."""
@@ -257,7 +253,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         assert memory.upcoming_bytes is not None
         limit = memory.limit_bytes()
-        used, upcoming = memory.used_bytes() - nbytes, memory.upcoming_bytes()
+        used, upcoming = memory.meter.used_bytes() - nbytes, memory.upcoming_bytes()
         looks = self._current is not None
         if self._current is not None:
             saved = self._current.saved_bytes
@@ -285,6 +281,7 @@ class PlannedBudget(Budget):
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
             freed_memory.return_all()
+            self._freed = TrimmingNearLimit(self.limit_bytes)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -295,8 +292,6 @@ class PlannedBudget(Budget):
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
-        if memory.meter.counts_host_buffers:
-            self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:

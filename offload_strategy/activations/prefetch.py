@@ -229,7 +229,6 @@ class Prefetcher:
             self._open.pop(record.serial, None)
 
     def _begin_use(self, item: SavedItem) -> None:
-        """Record the first use of an item."""
         record, nbytes = item.record, item.nbytes
         if not record.in_backward:
             self._begin_backward(record)

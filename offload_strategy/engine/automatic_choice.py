@@ -88,8 +88,8 @@ class AutomaticChoice:
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
         ):
             return False
-        self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        meter = self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), meter.used_bytes()
         upcoming = self._window_bytes(parameters) + int(_WORKSPACE_SHARE * limit)
         streams = used + upcoming > limit
         if streams:
@@ -117,8 +117,8 @@ class AutomaticChoice:
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swaps = True
             return False
-        self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        meter = self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), meter.used_bytes()
         states = (value for state in optimizer.state.values() for value in state.values())
         loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)

@@ -358,8 +358,6 @@ class _Replay:
         self._retry()
 
     def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
-        """Transfer the states of an update."""
-
         def moved() -> None:
             if write:
                 self._writing_updates -= 1
