@@ -372,19 +372,15 @@ class PlannedBudget(Budget):
             self._ahead_of = None if baseline.per_event else kind
         most = self._most_ahead.get(use)
         if most is None:
-            most = self._most_ahead[use] = self._baseline_ahead(trace, use)
+            most = ahead = 0
+            # Their sizes are those of the usual order of use: the reverse of saving.
+            for one in range(use, len(trace.sizes)):
+                if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
+                    break
+                most = max(most, baseline.after(use_event(trace, one)))
+                ahead += trace.sizes[-1 - one]
+            self._most_ahead[use] = most
         return max(self._least_room, within(self.limit_bytes) - most)
-
-    def _baseline_ahead(self, trace: Trace, use: int) -> int:
-        """Return the largest baseline memory after a use and some following ones."""
-        most = ahead = 0
-        # Their sizes are those of the usual order of use: the reverse of saving.
-        for one in range(use, len(trace.sizes)):
-            if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
-                break
-            most = max(most, self._baseline.after(use_event(trace, one)))
-            ahead += trace.sizes[-1 - one]
-        return most
 
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)
