@@ -110,7 +110,7 @@ def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor],
     Autocast saves a low-precision copy of a weight, mostly as a view of it (a linear layer saves
     its transpose): cast from the weight, and it lives on in a cache.
     """
-    whole = tensor if tensor._base is None else tensor._base
+    whole = tensor if (base := tensor._base) is None else base
     # `isinstance` of parameters is slow Python code, which is for what `type` does not tell.
     if type(tensor) is torch.nn.Parameter or is_weight(tensor):
         return True

@@ -103,10 +103,10 @@ class UseOrderHistory:
             _remember(self._following, (trace.signature, *row), distance, _MOST_FOLLOWING)
         self._distances.append(distance)
 
-    def following(self, trace: Trace) -> int | None:
-        """Return by how many passes the pass of the next backward is later, or None."""
-        known = self._following.get((trace.signature, *self._distances))
-        return self._following.get((trace.signature,)) if known is None else known
+    def following(self, trace: Trace) -> int:
+        """Return by how many passes the pass of the next backward is later; 0 if unknown."""
+        latest = self._following.get((trace.signature,), 0)
+        return self._following.get((trace.signature, *self._distances), latest)
 
 
 def _remember(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -146,8 +146,7 @@ class Prefetcher:
 
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
-        last_use = trace.uses[-1][1]
-        return last_use + min(perf_counter() - last_use, self._tail)
+        return min(perf_counter(), trace.uses[-1][1] + self._tail)
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
@@ -378,8 +377,7 @@ class Prefetcher:
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
-        distance = self.history.following(record.trace)
-        reference = None if distance is None else self._alive.get(record.serial + distance)
+        reference = self._alive.get(record.serial + self.history.following(record.trace))
         following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
