@@ -93,11 +93,8 @@ def weight_schedule(
         read = sum(later.weights_bytes for later in ahead)
         if block_pass.block not in here:  # it could not be prefetched
             read += block_pass.weights_bytes
-        here = [*(name for name in here if name != block_pass.block), block_pass.block, *names]
-        wanted = {block_pass.block, *(later.block for later in following)}
-        rest = [name for name in here if name not in wanted]
-        gone = rest[: max(0, len(here) - max(blocks_in_flight, len(wanted)))]
-        here = [name for name in here if name not in gone]
+        wanted = [block_pass.block, *(later.block for later in following)]
+        here = [*(name for name in here if name not in wanted), *wanted][-blocks_in_flight:]
         written, written_bytes = None, 0
         if updates:
             read += block_pass.states_bytes * block_pass.backward
