@@ -258,11 +258,6 @@ class SavedItem:
     views: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
-    def leaves(self) -> bool:
-        """Whether the item is or will be offloaded."""
-        return self.ticket is not None or self.payload is not None
-
-    @property
     def has_pending_views(self) -> bool:
         """Whether a view exists that was never unpacked."""
         views = (reference() for reference in self.views)

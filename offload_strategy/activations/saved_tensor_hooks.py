@@ -237,7 +237,8 @@ class ActivationOffload:
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            kind = OffloadedTensor if item.leaves else KeptItem
+            stays = item.ticket is None and item.payload is None
+            kind = KeptItem if stays else OffloadedTensor
             return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
