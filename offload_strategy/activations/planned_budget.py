@@ -23,7 +23,6 @@ from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
-from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
@@ -32,7 +31,6 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
     GivenPlan,
     LifetimePlan,
-    load_plan,
     plan_lifetimes,
     within,
 )
@@ -85,15 +83,11 @@ class MemoryLimit:
     name: str = "planning.device_memory"
     processes: int = 1
 
-    def measure(self, parameter: torch.Tensor) -> None:
+    def measure(self, parameter: torch.Tensor) -> PeakMeter:
         """Measure the memory of a parameter's device, unless one is measured already."""
         if self.meter is None:
             self.meter = PeakMeter(parameter)
-
-    def used_bytes(self) -> int:
-        """Return the bytes in use now."""
-        assert self.meter is not None
-        return self.meter.used_bytes()
+        return self.meter
 
     def limit_bytes(self) -> int:
         """Return the limit, which is what is free now if none was given."""
@@ -101,15 +95,6 @@ class MemoryLimit:
         if self.nbytes is not None:
             return self.nbytes
         return int(_FREE_SHARE * self.meter.total_bytes(self.processes))
-
-    @classmethod
-    def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
-        """Return the limit of a config, or None; raise a ConfigError if its plan is unreadable."""
-        if section.device_memory is None:
-            return None
-        nbytes = None if section.device_memory == "auto" else int(section.device_memory)
-        given = None if section.plan is None else load_plan(section.plan)
-        return cls(nbytes, section.profile_steps, given=given)
 
 
 class PlannedBudget(Budget):
@@ -268,7 +253,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         assert memory.upcoming_bytes is not None
         limit = memory.limit_bytes()
-        used, upcoming = memory.used_bytes() - nbytes, memory.upcoming_bytes()
+        used, upcoming = memory.meter.used_bytes() - nbytes, memory.upcoming_bytes()
         looks = self._current is not None
         if self._current is not None:
             saved = self._current.saved_bytes
@@ -296,6 +281,7 @@ class PlannedBudget(Budget):
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
             freed_memory.return_all()
+            self._freed = TrimmingNearLimit(self.limit_bytes)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -306,8 +292,6 @@ class PlannedBudget(Budget):
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
-        if memory.meter.counts_host_buffers:
-            self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:
@@ -388,19 +372,15 @@ class PlannedBudget(Budget):
             self._ahead_of = None if baseline.per_event else kind
         most = self._most_ahead.get(use)
         if most is None:
-            most = self._most_ahead[use] = self._baseline_ahead(trace, use)
+            most = ahead = 0
+            # Their sizes are those of the usual order of use: the reverse of saving.
+            for one in range(use, len(trace.sizes)):
+                if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
+                    break
+                most = max(most, baseline.after(use_event(trace, one)))
+                ahead += trace.sizes[-1 - one]
+            self._most_ahead[use] = most
         return max(self._least_room, within(self.limit_bytes) - most)
-
-    def _baseline_ahead(self, trace: Trace, use: int) -> int:
-        """Return the largest baseline memory after a use and some following ones."""
-        most = ahead = 0
-        # Their sizes are those of the usual order of use: the reverse of saving.
-        for one in range(use, len(trace.sizes)):
-            if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
-                break
-            most = max(most, self._baseline.after(use_event(trace, one)))
-            ahead += trace.sizes[-1 - one]
-        return most
 
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)

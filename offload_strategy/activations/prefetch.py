@@ -103,10 +103,10 @@ class UseOrderHistory:
             _remember(self._following, (trace.signature, *row), distance, _MOST_FOLLOWING)
         self._distances.append(distance)
 
-    def following(self, trace: Trace) -> int | None:
-        """Return by how many passes the pass of the next backward is later, or None."""
-        known = self._following.get((trace.signature, *self._distances))
-        return self._following.get((trace.signature,)) if known is None else known
+    def following(self, trace: Trace) -> int:
+        """Return by how many passes the pass of the next backward is later; 0 if unknown."""
+        latest = self._following.get((trace.signature,), 0)
+        return self._following.get((trace.signature, *self._distances), latest)
 
 
 def _remember(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -146,8 +146,7 @@ class Prefetcher:
 
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
-        last_use = trace.uses[-1][1]
-        return last_use + min(perf_counter() - last_use, self._tail)
+        return min(perf_counter(), trace.uses[-1][1] + self._tail)
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
@@ -197,7 +196,7 @@ class Prefetcher:
             self._fetch_ahead(item)
         begin = perf_counter()
         times = trace.device_times
-        with nullcontext() if times is None else times.wait():
+        with nullcontext() if times is None else times[1].wait():
             payload = self._store.get(ticket) if item.cached is None else item.cached
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
@@ -229,7 +228,6 @@ class Prefetcher:
             self._open.pop(record.serial, None)
 
     def _begin_use(self, item: SavedItem) -> None:
-        """Record the first use of an item."""
         record, nbytes = item.record, item.nbytes
         if not record.in_backward:
             self._begin_backward(record)
@@ -252,7 +250,7 @@ class Prefetcher:
         record.follow(self.history.plan(record.trace))
         leaving = self._budget.must_leave(record.trace)
         if leaving is not None:
-            for ticket in record.tickets():
+            for _, ticket in record.offloaded(range(len(record.trace.saved_at))):
                 if ticket.state is not TicketState.WRITING:
                     continue
                 if leaving > 0:
@@ -333,7 +331,7 @@ class Prefetcher:
         ahead = loading = begun_now = 0
         record.lost_copies, record.can_wait = self._store.registry.lost_copies, None
         all_here, has_room = False, True
-        for later, item, ticket in record.upcoming(place):
+        for item, ticket in record.upcoming(place):
             entry = ticket.entry
             if entry.state is TicketState.WRITING:
                 continue  # still in memory
@@ -345,7 +343,7 @@ class Prefetcher:
             if entry.state is TicketState.STORED and item.still_to_load:
                 along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
                 if ahead and not along and occasion is not None:
-                    can_wait = due[later], loading + nbytes
+                    can_wait = due[record.plan.position[item.number]], loading + nbytes
                     if self._begin_at(*can_wait) > occasion:
                         record.can_wait = can_wait
                         break
@@ -366,7 +364,7 @@ class Prefetcher:
     def _stage(self, record: ForwardRecord, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
         staged, all_here, tickets = 0, True, []
-        for _, item, ticket in record.upcoming(place):
+        for item, ticket in record.upcoming(place):
             if item.has_pending_views:
                 if staged + ticket.nbytes > room and ticket.entry.staged is None:
                     all_here = False
@@ -379,15 +377,11 @@ class Prefetcher:
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
-        distance = self.history.following(record.trace)
-        reference = None if distance is None else self._alive.get(record.serial + distance)
+        reference = self._alive.get(record.serial + self.history.following(record.trace))
         following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
-        for number in self.history.plan(following.trace).sequence:
-            item = following.unused(number)
-            if item is None or item.ticket is None:
-                continue
-            room -= item.ticket.nbytes
-            if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
+        for item, ticket in following.offloaded(self.history.plan(following.trace).sequence):
+            room -= ticket.nbytes
+            if room < 0 or (item.still_to_load and not self._store.prefetch(ticket)):
                 return

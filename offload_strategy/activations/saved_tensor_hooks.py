@@ -17,16 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
-from offload_strategy.activations.device_times import DeviceTimes, is_timed
 from offload_strategy.activations.eligibility import (
-    ByteRange,
     UnsupportedTensors,
     is_small,
     reach,
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import ForwardRecord, Trace
+from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
@@ -239,25 +237,27 @@ class ActivationOffload:
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            kind = OffloadedTensor if item.leaves else KeptItem
+            stays = item.ticket is None and item.payload is None
+            kind = KeptItem if stays else OffloadedTensor
             return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes or not span.covers(wanted):
+        covers = wanted[0] in span and wanted[-1] in span
+        if not covers or len(wanted) < _WHOLE_BASE_SHARE * len(span):
             span = wanted
-        if span.nbytes < self._min_size:
+        if len(span) < self._min_size:
             return KeptTensor(tensor)
         return self._new_item(tensor, span, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
-        trace, nbytes = record.trace, span.nbytes
+    def _new_item(self, tensor: torch.Tensor, span: range, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, len(span)
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
         if not trace.sizes and is_asynchronous(device):
             trace.on_device = self._writes.on_device = True
-            trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
+            trace.device_times = DeviceTimes.of_pass(record.serial, device)
         idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)

@@ -122,7 +122,7 @@ class TierWrites:
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):
             _, items, payloads, next_uses = zip(*group, strict=True)
             hints = (True, payloads[0].is_cpu)
-            with nullcontext() if times is None else times.hold():
+            with nullcontext() if times is None else times[0].wait():
                 tickets = self.store.put_all(
                     payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
                 )

@@ -168,9 +168,12 @@ class _Replay:
                 seconds = max(0.0, at - passed)
                 computing += seconds
                 passed = max(at, passed)
-                yield seconds + self._take_delay()
-                while self._delay > 0:  # delayed meanwhile
-                    yield self._take_delay()
+                self._delay += seconds
+                while True:
+                    delay, self._delay = self._delay, 0.0
+                    yield delay
+                    if self._delay <= 0:  # not delayed meanwhile
+                        break
                 cause, since = None, self._now
                 while (what := missing()) is not None:
                     cause = cause or what
@@ -188,10 +191,6 @@ class _Replay:
     def _go_on(self) -> None:
         if (seconds := next(self._training, None)) is not None:
             self._at(seconds, self._go_on)
-
-    def _take_delay(self) -> float:
-        delay, self._delay = self._delay, 0.0
-        return delay
 
     def _delay_computing(self, seconds: float) -> None:
         """Delay computation; no delay if training waits anyway."""
@@ -269,7 +268,6 @@ class _Replay:
                     self._count(-nbytes)
                 if tensor.wanted:
                     self._load(tensor)
-            self._retry()
 
         transfer = _Transfer(nbytes, True, gone)
         tensor.transfer, tensor.wanted = transfer, False
@@ -303,7 +301,6 @@ class _Replay:
         def back() -> None:
             self._delay_computing(self._profile.io_overhead * nbytes)
             tensor.transfer = None
-            self._retry()
 
         transfer = _Transfer(nbytes, False, back, takes=nbytes)
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
@@ -358,8 +355,6 @@ class _Replay:
         self._retry()
 
     def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
-        """Transfer the states of an update."""
-
         def moved() -> None:
             if write:
                 self._writing_updates -= 1
@@ -402,7 +397,7 @@ class _Replay:
         def over() -> None:
             lane.busy = False
             transfer.done()
-            self._serve(lane)
+            self._retry()
 
         self._at(seconds, over)
 
