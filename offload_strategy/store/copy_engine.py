@@ -10,9 +10,9 @@ the device has reached the point at which the host asked for it. So neither dire
 device memory than these windows, however far the host is ahead, and the host waits for nothing.
 
 [Note: many small tensors]
-To launch a copy takes the host longer than the link needs for a small tensor. So what is copied
-together is gathered in one buffer on the device, by one kernel, and crosses the link in one copy;
-the other way it comes in one copy, and the tensors are views of the buffer where it arrived.
+To launch a copy takes the host longer than a small tensor needs to cross the link. So many that lie
+together in a buffer of the host cross it in one copy, through a staging buffer on the device, where
+one kernel distributes or gathers them. All of that happens on the stream of the copies, in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -42,12 +41,11 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
-#: Tensors that are copied together, from which on they share a buffer on the device.
-_MANY = 4
-#: By how much more they may lie apart in the buffer of the host than they are large together.
+#: Tensors that are many, the largest staging buffer for them, and by how much more they may lie
+#: apart than they are large together.
+_MANY = 8
+_STAGING_BYTES = 8 * MiB
 _MOST_SPREAD = 1.25
-#: Largest such buffer on the way to the host.
-_GATHERED_BYTES = 8 * MiB
 
 
 class CopyEngine:
@@ -106,15 +104,6 @@ class CopyEngine:
             return
         compute = compute or current_stream(self.device)
         outgoing, _ = self._copying(compute)
-        leaving = list(zip(hosts, sources, strict=True))
-        if len(entries) >= _MANY and buffer.nbytes <= _GATHERED_BYTES:
-            with using_stream(compute):
-                gathered = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self.device)
-                parts = _parts_of(gathered, entries)
-                torch._foreach_copy_(parts, sources)
-            for entry, part in zip(entries, parts, strict=True):
-                entry.source = part
-            leaving = [(buffer, gathered)]
         outgoing.wait_event(compute.record_event())
         if after is not None:
             outgoing.wait_event(after)
@@ -122,8 +111,7 @@ class CopyEngine:
         done = torch.Event(self.device, enable_timing=True, blocking=True)
         with using_stream(outgoing):
             begun.record(outgoing)
-            for host, source in leaving:
-                host.copy_(source, non_blocking=True)
+            _copy_together(sources, hosts, to_host=True)
             done.record(outgoing)
         for source in sources:
             # Where another stream allocated the memory, that must not use it again too early.
@@ -233,15 +221,16 @@ class CopyEngine:
     ) -> list[DeviceCopy]:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
         compute = current_stream(self.device)
-        tensors, arriving = self._memory_for(hosts)
+        tensors = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts
+        ]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
         for event in filter(None, dict.fromkeys(after)):
             incoming.wait_event(event)
         done = torch.Event(self.device)
         with using_stream(incoming):
-            for tensor, host in arriving:
-                tensor.copy_(host, non_blocking=True)
+            _copy_together(tensors, hosts, to_host=False)
             done.record(incoming)
         awaited_by: set[int] = set()
         copies = [DeviceCopy(each, done, compute.stream_id, awaited_by) for each in tensors]
@@ -249,22 +238,6 @@ class CopyEngine:
             # The incoming stream writes the memory until then, whoever drops the copies.
             self._loads.append((done, copies, hosts))
         return copies
-
-    def _memory_for(
-        self, hosts: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return memory on the device for flat tensors of the host, and what to copy into what."""
-        empty = partial(torch.empty, dtype=torch.uint8, device=self.device)
-        sizes, begins = [host.numel() for host in hosts], [host.storage_offset() for host in hosts]
-        first, end = min(begins), max(map(operator.add, begins, sizes))
-        storages = {host.untyped_storage()._cdata for host in hosts}
-        if len(hosts) < _MANY or len(storages) > 1 or end - first > _MOST_SPREAD * sum(sizes):
-            tensors = [empty(nbytes) for nbytes in sizes]
-            return tensors, list(zip(tensors, hosts, strict=True))
-        buffer, whole = empty(end - first), torch.empty(0, dtype=torch.uint8)
-        whole.set_(hosts[0].untyped_storage(), first, (end - first,))
-        tensors = [buffer.narrow(0, b - first, n) for b, n in zip(begins, sizes, strict=True)]
-        return tensors, [(buffer, whole)]
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
@@ -316,9 +289,58 @@ def sizes_in_buffer(entries: Sequence[Entry]) -> list[int]:
 
 
 def _parts_of(buffer: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """Divide a buffer among entries."""
+    if len(entries) == 1:
+        return [buffer]
     sizes = sizes_in_buffer(entries)
     parts = zip(buffer.split(sizes), sizes, entries, strict=True)
     return [p if e.nbytes == size else p[: e.nbytes] for p, size, e in parts]
+
+
+# ---------------------------------------------------------------------- many small tensors
+def _copy_together(
+    tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor], *, to_host: bool
+) -> None:
+    """Copy flat tensors of a device to the host, or from there, on the current stream."""
+    pairs = zip(tensors, hosts, strict=True)
+    for _, group in itertools.groupby(pairs, lambda pair: pair[1].untyped_storage()._cdata):
+        mine, others = zip(*group, strict=True)
+        whole = _range_of(others)
+        staging = None if whole is None else _staging(whole.numel(), mine[0].device)
+        if whole is None or staging is None:
+            for tensor, host in zip(mine, others, strict=True):
+                target, source = (host, tensor) if to_host else (tensor, host)
+                target.copy_(source, non_blocking=True)
+            continue
+        first = whole.storage_offset()
+        parts = [staging.narrow(0, h.storage_offset() - first, h.numel()) for h in others]
+        if to_host:
+            torch._foreach_copy_(parts, mine)
+            whole.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(whole, non_blocking=True)
+            torch._foreach_copy_(mine, parts)
+
+
+def _range_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return what of their buffer covers hosts, if they are many and lie together."""
+    if len(hosts) < _MANY:
+        return None
+    sizes, begins = [host.numel() for host in hosts], [host.storage_offset() for host in hosts]
+    first = min(begins)
+    nbytes = max(map(operator.add, begins, sizes)) - first
+    if nbytes > min(_STAGING_BYTES, _MOST_SPREAD * sum(sizes)):
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return whole.set_(hosts[0].untyped_storage(), first, (nbytes,))
+
+
+def _staging(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return a buffer of the current stream, or None if the device has no memory for it."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class CopyEngines(dict[torch.device, CopyEngine]):

@@ -311,28 +311,29 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 def test_small_tensors_cross_the_link_together(disk):
-    """Of 200 tensors of 16 KiB: copies of 4 MiB each, without what the host reads of results."""
+    """A pass saves 1,000 tensors of 16 KiB, in four batches."""
 
     def run(engine):
-        model = support.Deep(200).to(DEVICE)
+        model = support.Deep(500).to(DEVICE)
         if engine is not None:
             engine.attach(model)
-        x = torch.ones(4096, device=DEVICE, requires_grad=True)
-        found = []
-        for _ in range(3):
+        x = torch.linspace(-1, 1, 4096, device=DEVICE).requires_grad_()
+        for _ in range(4):
+            torch.accelerator.synchronize()
             device_module.counts(reset=True)
             x.grad = None
             model(x).sum().backward()
-            found.append(device_module.counts())
-        return x.grad.cpu(), found[-1]
+        counts = device_module.counts()
+        return x.grad.cpu(), counts
 
     config = settings(disk, "1GiB", optimizer={"enabled": False}, memory={"pinned": "1GiB"})
-    config["activations"] = {"min_size": 1, "budget": "100%"}
     with OffloadEngine(config) as engine:
         got, counts = run(engine)
+        moved = engine.metrics()["offload/activations/step_left_bytes"]
     assert torch.equal(got, run(None)[0])
-    assert 1 <= counts["async:copy DtoH"] <= 8
-    assert counts["async:copy HtoD"] <= 24, counts
+    assert moved > 7 * MiB
+    assert counts["async:copy DtoH"] <= 8, counts
+    assert counts["async:copy HtoD"] <= 16, counts
 
 
 def counted(engine, scaled):

@@ -6,6 +6,7 @@ gradient that differs, or in memory that is not freed.
 """
 
 import inspect
+import textwrap
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -151,39 +152,41 @@ OF_UPDATES = [partial(differs, updated, "1GiB")]
 def recorded(copies, end):
     """The end of copies is recorded before them."""
     indent = 12 * " "
-    copied = f"{indent}for {copies}, non_blocking=True)\n"
+    copied = f"{indent}_copy_together({copies})\n"
     event = f"{indent}{end}\n"
     return copied + event, event + copied
 
 
 WAITS = "wait_event(compute.record_event())"
+MEMORY = """\
+        tensors = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts
+        ]
+"""
+COPYING = "        _, incoming = self._copying(compute)\n"
+GATHER = "            torch._foreach_copy_(parts, mine)\n"
+CROSS = "            whole.copy_(staging, non_blocking=True)\n"
 #: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
 MUTANTS = {
     copy_engine: {
         "the copy to the host does not wait for the computation": f"outgoing.{WAITS}",
         "the end of a copy to the host is recorded before it": recorded(
-            "host, source in leaving:\n                host.copy_(source",
-            "done.record(outgoing)",
+            "sources, hosts, to_host=True", "done.record(outgoing)"
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
         "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
         "computation does not wait for the copy to the device": "compute.wait_event(copy.done)",
         "the end of a copy to the device is recorded before it": recorded(
-            "tensor, host in arriving:\n                tensor.copy_(host",
-            "done.record(incoming)",
+            "tensors, hosts, to_host=False", "done.record(incoming)"
         ),
         "a host buffer is free before its copy ends": "self._loads.append((done, copies, hosts))",
         "loaded memory belongs to the incoming stream": (
-            "        tensors, arriving = self._memory_for(hosts)\n"
-            "        _, incoming = self._copying(compute)\n"
-            f"        incoming.{WAITS}\n",
-            "        _, incoming = self._copying(compute)\n"
-            "        with using_stream(incoming):\n"
-            "            tensors, arriving = self._memory_for(hosts)\n",
+            MEMORY + COPYING + f"        incoming.{WAITS}\n",
+            COPYING + "        with using_stream(incoming):\n" + textwrap.indent(MEMORY, "    "),
         ),
-        "small tensors are gathered before they are computed": (
-            "with using_stream(compute):",
-            "with using_stream(outgoing):",
+        "small tensors are gathered after their buffer has crossed the link": (
+            GATHER + CROSS,
+            CROSS + GATHER,
         ),
         "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
         "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),

@@ -13,7 +13,7 @@ import inspect
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -60,7 +60,7 @@ class Watch:
         self._shared = dict(shared_values(copy))
         #: The parts of those that are neither plain nor code.
         self._parts = {
-            key: parts(value) for key, value in self._shared.items() if not _is_opaque(type(value))
+            key: parts(value) for key, value in self._shared.items() if not _is_opaque(value)
         }
 
     def has_drawn(self) -> bool:
@@ -109,16 +109,15 @@ def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]
         yield (place, name), read()
 
 
-@lru_cache
-def _is_opaque(kind: type) -> bool:
-    """Whether values of a class are compared as such, or not looked into."""
-    return kind in _PLAIN or issubclass(kind, CODE)
+def _is_opaque(value: Any) -> bool:
+    """Whether a value is compared as such, or not looked into."""
+    return type(value) in _PLAIN or isinstance(value, CODE)
 
 
 def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
     """A value and what it holds that may change: versions of tensors, items, attributes."""
     found = [value]
-    if _is_opaque(type(value)):
+    if _is_opaque(value):
         return found
     items: Any = ()
     if isinstance(value, Mapping):
