@@ -279,7 +279,7 @@ def _search(place: Place, folder: Path) -> tuple[Contender | None, dict[str, Any
     OffloadConfig.load(config)
     contender = Contender(
         _SEARCH,
-        str(config) if best["moves"] else None,
+        str(config) if best["offloads"] else None,
         best["batch"],
         best["micro_batches"],
         best["recomputed_layers"],
