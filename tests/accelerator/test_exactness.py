@@ -12,10 +12,20 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
-from tests import training
 from tests.accelerator.support import DEVICE, Transformer, loss_of, make, sleep, stir, train
 from tests.optimizer.runs import snapshot
-from tests.training import attached, in_turn, on_disk, same_with_and_without, settings, weights
+from tests.training import (
+    assert_same_bits,
+    assert_same_history,
+    attached,
+    backward_history,
+    in_turn,
+    left_bytes,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 #: Capacities of host memory before the disk: none, some, and enough for everything.
 HOSTS = [None, "1MiB", "1GiB"]
@@ -45,7 +55,7 @@ def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
         if engine is not None and wait:
             on_disk(engine)
 
-    return training.backward_history(model, loss, between=between, after=stir)
+    return backward_history(model, loss, between=between, after=stir)
 
 
 SCOPES = {
@@ -58,11 +68,11 @@ SCOPES = {
 @pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
 def test_gradients_are_the_same(disk, case, wait):
     host, scope = case[0], SCOPES[case[1]]
-    training.assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
+    assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
     config = settings(disk, host, optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
     if host is None:
-        assert training.left_bytes(figures) > 1 * MiB
+        assert left_bytes(figures) > 1 * MiB
     if host == "1GiB":
         assert figures["offload/activations/written_bytes"] == 0
     torch.accelerator.synchronize()
@@ -212,7 +222,7 @@ def test_checkpoints_go_both_ways_and_between_devices(disk):
             assert state["exp_avg"].device.type == "cpu"
         last = begin(None, saved)
         train(*last, range(4, 6))
-    training.assert_same_bits(states(*last), states(*whole))
+    assert_same_bits(states(*last), states(*whole))
 
 
 def test_a_model_may_move_to_the_device_after_it_was_attached(disk):

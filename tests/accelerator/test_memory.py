@@ -15,8 +15,21 @@ from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import kvikio, posix  # noqa: F401 - before posix is replaced
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, device_module, idle_memory, loss_of, make, train
+from tests.accelerator.support import (
+    BATCH,
+    DEVICE,
+    SIZE,
+    Deep,
+    delays,
+    device_module,
+    idle_memory,
+    loss_of,
+    make,
+    memory_beyond,
+    peaks,
+    sleep,
+    train,
+)
 from tests.activations.support import noise
 from tests.paced import PacedBackend
 from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
@@ -36,12 +49,11 @@ LIMITS = [
 
 
 def training(engine, steps):
-    model = make(*support.SIZE)
+    model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
     found = []
-    highest = support.peaks(
-        lambda step: found.extend(train(model, optimizer, range(step, step + 1), **support.BATCH)),
-        steps,
+    highest = peaks(
+        lambda step: found.extend(train(model, optimizer, range(step, step + 1), **BATCH)), steps
     )
     return [{n: v.cpu() for n, v in each.items()} for each in (*found, weights(model))], highest
 
@@ -102,7 +114,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
     sections = {"parameters": {"enabled": True}, "optimizer": {"overlap": "eager"}}
     config = config_of(disk, **sections, memory={"pinned": "256MiB"})
     # The weights do not fit: `close` brings them back when the limit is gone.
-    with OffloadEngine(config) as engine, support.memory_beyond(int(0.75 * nbytes)):
+    with OffloadEngine(config) as engine, memory_beyond(int(0.75 * nbytes)):
         with pytest.raises(torch.OutOfMemoryError):
             large()
         idle_memory()
@@ -136,7 +148,7 @@ def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
     with OffloadEngine(settings(disk, "1GiB", **sections)) as engine:
         optimizer = engine.attach(model, AdamW(model.parameters(), 1e-3))
         for _ in range(3):
-            support.sleep(600_000_000)
+            sleep(600_000_000)
             model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -193,7 +205,7 @@ def fail_in(hook, error, model):
 
 def run_out_of_memory(model):
     allowed = 1 << (30 if DEVICE == "cuda" else 26)
-    with support.memory_beyond(allowed), pytest.raises(torch.OutOfMemoryError):
+    with memory_beyond(allowed), pytest.raises(torch.OutOfMemoryError):
         loss_of(model, 99, rows=256, length=4096).backward()
 
 
@@ -258,7 +270,7 @@ def behind(engine, cycles=0, limit=None):
     The device is far behind the host in each step. With a limit, more steps follow until one of
     them, but for the first, takes no more bytes.
     """
-    model = support.Deep(LAYERS, cycles).to(DEVICE)
+    model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     x = noise(1 << 20).to(DEVICE).requires_grad_()
@@ -268,7 +280,7 @@ def behind(engine, cycles=0, limit=None):
         nonlocal waits
         begins.append(device_module.memory_allocated())
         waiting_calls()
-        support.sleep(BEHIND)
+        sleep(BEHIND)
         x.grad = None
         model(x).sum().backward()
         waits = waiting_calls()
@@ -278,7 +290,7 @@ def behind(engine, cycles=0, limit=None):
         return len(beyond) >= (STEPS if within else MOST_STEPS)
 
     while not is_done():
-        beyond.extend(peak - begins[-1] for peak in support.peaks(step, 1))
+        beyond.extend(peak - begins[-1] for peak in peaks(step, 1))
     return x.grad.cpu(), begins, beyond, waits
 
 
@@ -296,7 +308,7 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
     limit = int(0.35 * SAVED)
     automatic = {"cycles": 40_000_000, "limit": limit} if defaults else {}
     late_us = 2500 if defaults else 0
-    with support.delays(1, late_us, late_us), OffloadEngine(config) as engine:
+    with delays(1, late_us, late_us), OffloadEngine(config) as engine:
         got, begins, taken, waits = behind(engine, **automatic)
         assert engine.metrics()["offload/device/peak_bytes"] > 0
     assert torch.equal(got, expected)
@@ -314,7 +326,7 @@ def test_small_tensors_cross_the_link_together(disk):
     """Of 200 tensors of 16 KiB: copies of 4 MiB each, without what the host reads of results."""
 
     def run(engine):
-        model = support.Deep(200).to(DEVICE)
+        model = Deep(200).to(DEVICE)
         if engine is not None:
             engine.attach(model)
         x = torch.ones(4096, device=DEVICE, requires_grad=True)
@@ -375,7 +387,7 @@ def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(st
     with OffloadEngine(config) as engine:
         net = make(64, 4)
         optimizer = engine.attach(net, AdamW(net.parameters()))
-        train(net, optimizer, range(steps), **support.BATCH)
+        train(net, optimizer, range(steps), **BATCH)
         torch.accelerator.synchronize()
         report, profile = engine.report(), engine.profile()
     saved = [span for span in report.timeline if span.lane == "forward"]

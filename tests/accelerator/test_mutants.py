@@ -21,8 +21,14 @@ from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support import accelerator
 from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, device_module, new_stream, replaced_in_host_memory
+from tests.accelerator.support import (
+    DEVICE,
+    Deep,
+    delays,
+    device_module,
+    new_stream,
+    replaced_in_host_memory,
+)
 from tests.activations.support import noise
 from tests.training import attached, on_disk, settings
 
@@ -39,7 +45,7 @@ def churn():
 
 
 def model_on(engine):
-    model = support.Deep(LAYERS).to(DEVICE)
+    model = Deep(LAYERS).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     return model
@@ -107,8 +113,7 @@ def differs(run, host, disk, seed):
     eager = {"overlap": "eager", "subgroup_size": 20_000}
     section = eager if run is updated else {"enabled": False}
     config = settings(disk, host, optimizer=section, memory={"pinned": "4MiB"})
-    late = support.delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3))
-    with late, OffloadEngine(config) as engine:
+    with delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3)), OffloadEngine(config) as engine:
         got = [tensor.cpu() for tensor in run(engine, seed)]
     return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
 

@@ -20,8 +20,18 @@ from offload_strategy import OffloadEngine
 from offload_strategy.store.copy_engine import CopyEngine, CopyEngines
 from offload_strategy.torch_support.accelerator import current_stream, using_stream
 from tests import training
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, batch, delays, make, new_stream, sleep
+from tests.accelerator.support import (
+    DEVICE,
+    batch,
+    delays,
+    device_module,
+    loss_of,
+    make,
+    new_stream,
+    replaced_in_host_memory,
+    sleep,
+    stir,
+)
 from tests.training import attached, same_with_and_without, settings, weights
 
 SMALL = {"rows": 2, "length": 16}
@@ -67,9 +77,9 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
         found = []
         for step in range(1000 if DEVICE == "cuda" else 30):
             torch.manual_seed(step)
-            loss = support.loss_of(model, step, **SMALL)
+            loss = loss_of(model, step, **SMALL)
             if step % 5 == 0:
-                support.stir()
+                stir()
             loss.backward()
             if step % 7 == 0:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -83,7 +93,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
                 training.on_disk(engine)
                 torch.accelerator.synchronize()
                 noted = sum(value.nbytes for each in found for value in each.values())
-                levels.append(support.device_module.memory_allocated() - noted)
+                levels.append(device_module.memory_allocated() - noted)
         return found
 
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
@@ -120,7 +130,7 @@ def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_host_buffer_is_overwritten_once_all_streams_have_read_it(late):
-    read, written = support.replaced_in_host_memory(CopyEngines(), late=late)
+    read, written = replaced_in_host_memory(CopyEngines(), late=late)
     assert (read.unique().tolist(), written.unique().tolist()) == ([1], [2])
 
 

@@ -12,9 +12,15 @@ from torch import nn
 
 from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
-from tests import training
 from tests.activations.support import Calls, X, network, noise, with_gradients
-from tests.training import assert_same_bits, break_disk, gradients, left_bytes, on_disk
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    break_disk,
+    gradients,
+    left_bytes,
+    on_disk,
+)
 
 
 def tickets(engine):
@@ -192,7 +198,7 @@ def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, num
 
 
 def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
-    with training.activations_only(disk, host="96KiB") as engine:
+    with activations_only(disk, host="96KiB") as engine:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor

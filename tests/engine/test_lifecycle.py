@@ -20,11 +20,20 @@ from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends import posix
-from tests import training
 from tests.distributed.ranks import run_ranks
 from tests.engine.test_engine import model, train, trained
 from tests.integrations.support import python, succeeded
-from tests.training import activations_only, assert_same_bits, moved, on_disk, settings, weights
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    attached,
+    gradients,
+    moved,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 BEGIN = """
 import os, sys, signal
@@ -155,7 +164,7 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
 
     def run(engine):
         net = model()
-        optimizer = training.attached(engine, net, AdamW(net.parameters(), 1e-2))
+        optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
         forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}
         forks["persistent_workers"] = persistent and engine is not None
         loader = DataLoader(rows, batch_size=4, **forks)
@@ -166,7 +175,7 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
                 optimizer.step()
         return [weights(net)]
 
-    training.same_with_and_without(run, settings(disk, "2KiB"))
+    same_with_and_without(run, settings(disk, "2KiB"))
 
 
 @FORKS
@@ -359,7 +368,7 @@ def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(disk, inne
         (other if inner == "another engine" else engine).attach(model.inner)
         for each in (model, plain):
             each(torch.ones(2, 4)).sum().backward()
-        assert_same_bits(training.gradients(model), training.gradients(plain))
+        assert_same_bits(gradients(model), gradients(plain))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

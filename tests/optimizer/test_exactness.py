@@ -11,9 +11,20 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from tests.optimizer import runs
 from tests.optimizer.custom_optimizers import twisted
-from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, Run, adamw, compare, loss_of, steps
+from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OPTIMIZERS,
+    OVERLAPS,
+    Run,
+    WideNet,
+    adamw,
+    compare,
+    loss_of,
+    make_layers,
+    offloading,
+    steps,
+)
 from tests.training import in_turn
 
 
@@ -45,7 +56,7 @@ def _two_at_once(dtype):
     """Two optimizers that share a chain of layers in one dtype."""
 
     def script(run):
-        run.model = runs.make_layers(4, 6).to(dtype)
+        run.model = make_layers(4, 6).to(dtype)
         weights = list(run.model.parameters())
         inner = AdamW(weights[:2], 1e-2), SGD(weights[2:], 1e-2, momentum=0.9)
         optimizers = [run.wrap(optimizer) for optimizer in inner]
@@ -104,7 +115,7 @@ def _sparse_model():
     return model
 
 
-@pytest.mark.parametrize("overlap", runs.OVERLAPS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
     def script(run):
         model = _sparse_model()
@@ -118,7 +129,7 @@ def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
             optimizer.step()
 
     script(Run())
-    with runs.offloading(disk, overlap) as engine:
+    with offloading(disk, overlap) as engine:
         script(Run(None, engine))
 
 
@@ -354,5 +365,5 @@ def test_parameters_are_sliced_where_that_gives_the_same_bits(name, overlap, dis
             assert sliced > 20 if name in ELEMENTWISE else sliced == 0
 
     #: Rows of them are no multiple of anything.
-    options = {"make_model": partial(runs.WideNet, 37, 1000, 331), "subgroup_size": 3000}
+    options = {"make_model": partial(WideNet, 37, 1000, 331), "subgroup_size": 3000}
     compare(script, {**OPTIMIZERS, **WHOLE}[name], disk, overlap, **options)
