@@ -16,6 +16,7 @@ __all__ = ["region"]
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
+# ---------------------------------------------------------------------- GPUDirect Storage
 class DeviceMemory:
     """Device memory at a chosen distance from a page's start, with a guard on both sides."""
 
@@ -56,6 +57,7 @@ class TestDeviceMemory(TestHostMemory):
         return DeviceMemory(nbytes, misalignment)
 
 
+# ---------------------------------------------------------------------- compiled models
 def each_block(model):
     for block in model.blocks:
         block.compile()
@@ -82,6 +84,7 @@ def test_a_compiled_model_is_the_same(disk, way):
     torch.compiler.reset()
 
 
+# ---------------------------------------------------------------------- CUDA graphs
 def on_another_stream(run):
     """What CUDA wants before a graph is captured."""
     stream = torch.cuda.Stream()

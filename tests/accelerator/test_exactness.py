@@ -31,6 +31,7 @@ from tests.training import (
 HOSTS = [None, "1MiB", "1GiB"]
 
 
+# ---------------------------------------------------------------------- activations
 def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
     """Three steps of gradient descent; with `wait`, backward begins when all is on the disk.
 
@@ -95,6 +96,7 @@ def test_gradients_are_the_same_with(disk, memory, options):
     same_with_and_without(lambda engine: passes(engine, **options), config)
 
 
+# ---------------------------------------------------------------------- optimizer
 RATE = torch.tensor(1e-3)
 OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-3),
@@ -287,6 +289,7 @@ def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap,
     same_with_and_without(run, config)
 
 
+# ---------------------------------------------------------------------- streamed weights
 STREAMED = {"enabled": True, "min_size": 1}
 
 

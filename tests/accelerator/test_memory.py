@@ -40,6 +40,7 @@ def config_of(disk, **sections):
     return {"tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}], **sections}
 
 
+# ---------------------------------------------------------------------- limits
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
 LIMITS = [
@@ -126,6 +127,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
         assert device_module.max_memory_allocated() - used < 0.75 * nbytes
 
 
+# ---------------------------------------------------------------------- what is given back
 def test_pinned_memory_is_given_back(disk):
     with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
         model = make(engine=engine)
@@ -193,6 +195,7 @@ def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end
     assert idle_memory() <= before + 4096
 
 
+# ---------------------------------------------------------------------- errors
 def fail_in(hook, error, model):
     def fail(*_):
         raise error
@@ -240,6 +243,7 @@ def test_training_goes_on_after(disk, trouble, overlap):
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 
+# ---------------------------------------------------------------------- pace
 LAYERS = 40
 SAVED = LAYERS * 4 * MiB
 STEPS = 4
@@ -380,6 +384,7 @@ def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
     assert ours.total() <= (1 + scaled if overlap == "commit" else 0), ours
 
 
+# ---------------------------------------------------------------------- the report
 @pytest.mark.parametrize("steps", [3, 9])  # the device times the first eight passes
 def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(steps, disk):
     config = settings(disk)

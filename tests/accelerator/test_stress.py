@@ -59,6 +59,7 @@ def late_copies(monkeypatch):
     torch.accelerator.synchronize()
 
 
+# ---------------------------------------------------------------------- one thread
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
 def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host, overlap):
@@ -101,6 +102,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
     assert levels[-1] <= levels[1] + (1 << 20)
 
 
+# ---------------------------------------------------------------------- two streams
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
     """Forward on one, backward on another, as pipelines do."""
@@ -134,6 +136,7 @@ def test_a_host_buffer_is_overwritten_once_all_streams_have_read_it(late):
     assert (read.unique().tolist(), written.unique().tolist()) == ([1], [2])
 
 
+# ---------------------------------------------------------------------- two threads
 def train(model, optimizer, seed):
     """Three steps on a stream of their own."""
     device = next(model.parameters()).device

@@ -27,6 +27,7 @@ from tests.training import (
 )
 
 
+# ---------------------------------------------------------------------- the automatic budget
 class SlowPath:
     """A path that takes what it is told to."""
 
@@ -211,6 +212,7 @@ def test_the_amount_is_told_once_when_it_has_settled(caplog):
     assert "300 MiB of 1000 MiB" in told
 
 
+# ---------------------------------------------------------------------- prefetching
 def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it():
     book, trace, again = UseOrderHistory(), Trace(), Trace()
     for made in (trace, again):
@@ -302,6 +304,7 @@ def test_a_step_without_all_of_its_backward_is_learned_from_as_well(engine):
     assert misses[0] > misses[-1] == 1
 
 
+# ---------------------------------------------------------------------- writes per day
 STEP_SECONDS = 60.0
 
 

@@ -143,6 +143,7 @@ def test_gradients_are_the_same_with(name, engine):
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
+# ---------------------------------------------------------------------- views
 DATA = noise(1000, 8)
 
 
@@ -220,6 +221,7 @@ def test_the_options_say_what_leaves(disk, options, leave):
         assert_same_bits(gradients(model), grads)
 
 
+# ---------------------------------------------------------------------- what stays, and why
 def wrapper():
     """A tensor that consists of others, as those of libraries of quantization."""
     return TwoTensor(torch.randn(8, 8), torch.randn(8, 8))

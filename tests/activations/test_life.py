@@ -27,6 +27,7 @@ def tickets(engine):
     return engine._resources.store.live_tickets
 
 
+# ---------------------------------------------------------------------- ends of a graph
 def _sines(w):
     return (X @ w).exp().sin().cos().sum()
 
@@ -135,6 +136,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
     assert tickets(engine) == 0
 
 
+# ---------------------------------------------------------------------- when things end early
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
     model, expected = with_gradients(_sines, engine)
     stored = model()
@@ -211,6 +213,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
         loss.backward()
 
 
+# ---------------------------------------------------------------------- batches
 def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(engine, monkeypatch):
     # On a busy machine tiny writes are so slow that batches would be smaller.
     monkeypatch.setattr(TierWrites, "rate", lambda *_, **__: None)

@@ -22,6 +22,7 @@ LAYERS, ITEM = 10, 100 * MiB
 WAIT_SECONDS = 0.005
 
 
+# ---------------------------------------------------------------- a simulated training
 class Training:
     """Passes of one second a layer; items of the same kind have the same letter.
 
@@ -113,6 +114,7 @@ class Training:
         self.budget.learn(trace)
 
 
+# ---------------------------------------------------------------- what stays
 def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     training = Training()
     assert not any(training.step())
@@ -264,6 +266,7 @@ def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_
     assert all(Training(2000 * MiB, passes=3, file=items).step())
 
 
+# ---------------------------------------------------------------- overhead of I/O
 SAVED = 1000 * MiB
 SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
 
@@ -294,6 +297,7 @@ def test_overhead_is_the_slope_of_computing_over_what_is_moved():
     assert overhead(*noisy) == SLOPE
 
 
+# ---------------------------------------------------------------- an engine with a limit
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

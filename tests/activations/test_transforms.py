@@ -15,6 +15,7 @@ from tests.training import assert_same_bits, bits, gradients, left_bytes, moved,
 BATCH = noise(6, 8)
 
 
+# ---------------------------------------------------------------------- torch.func
 def _per_sample(model):
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
@@ -84,6 +85,7 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine):
         model().backward()
 
 
+# ---------------------------------------------------------------------- compiled
 @pytest.fixture(autouse=True)
 def nothing_compiled_remains():
     yield
@@ -163,6 +165,7 @@ def test_generated_kernels_get_the_same_inputs(engine, tmp_path, monkeypatch):
         compare(engine, call, lambda: (call(x).pow(2).sum(), x))
 
 
+# ---------------------------------------------------------------------- traced, without data
 def _fake(model):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         model(noise(4, 8)).sum().backward()

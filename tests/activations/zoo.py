@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 Batch = dict[str, Any]
 VOCABULARY = 64
 
+# ---------------------------------------------------------------------- models of transformers
 WIDE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2}
 WIDE |= {"num_attention_heads": 2, "intermediate_size": 32}
 DECODER: dict[str, Any] = {**WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1}
@@ -54,6 +55,7 @@ def pretrained(kind: str) -> nn.Module:
     return model
 
 
+# ---------------------------------------------------------------------- models of our own
 class Checkpointable(nn.Module):
     """A model that runs its blocks as regions, which checkpointing may recompute."""
 
@@ -123,6 +125,7 @@ class LSTM(Checkpointable):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels[:, 1:].flatten())
 
 
+# ---------------------------------------------------------------------- all of them, and data
 OWN: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "LSTM": LSTM}
 ZOO = (*CONFIGS, *OWN)
 

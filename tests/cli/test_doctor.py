@@ -33,6 +33,7 @@ def config(**sections):
 _CONFIG = config()
 
 
+# ---------------------------------------------------------------------------- the command
 @pytest.fixture
 def doctor(ssd_offload, monkeypatch):
     """Runs the command with a config; returns what it prints, of --json the checks by name."""
@@ -92,6 +93,7 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
     assert f"{disk}: space" in text
 
 
+# ---------------------------------------------------------------------------- the machine
 def memory(total, available, limit=None, processes=1):
     """The check of a machine with so many GiB, of which a process wants 16."""
     tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
@@ -259,6 +261,7 @@ def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     assert checks.check_gpu(tmp_path).status == WARNING
 
 
+# ---------------------------------------------------------------------------- paths
 def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
         found = [*check_path(disk, "nvme", direct=False)]

@@ -21,6 +21,7 @@ from offload_strategy.telemetry import Direction
 pytestmark = pytest.mark.usefixtures("cache")
 
 
+# ---------------------------------------------------------------------------- configs
 def test_show_prints_the_whole_config_with_defaults(ssd_offload, monkeypatch):
     shown = yaml.safe_load(ssd_offload("config", "show", "optimizer").out)
     assert OffloadConfig.load(shown) == OffloadConfig.load("optimizer")
@@ -53,6 +54,7 @@ def test_an_unknown_command_ends_with_status_2(words, ssd_offload):
     assert "usage: ssd-offload" in ssd_offload(*words.split(), status=2).err
 
 
+# ---------------------------------------------------------------------------- reports
 def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
     pytest.importorskip("plotly")
     file, page = tmp_path / "run.json", tmp_path / "page.html"
@@ -91,6 +93,7 @@ def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, mon
     assert "Nothing is kept of paths" in ssd_offload("report").out
 
 
+# ---------------------------------------------------------------------------- collection of garbage
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("imports_fail", [False, True])
 def test_garbage_collection_is_as_before(enabled, imports_fail, ssd_offload, monkeypatch):

@@ -59,6 +59,7 @@ def assert_trains_by_itself(net):
     assert_same_bits(gradients(net), gradients(twin))
 
 
+# ---------------------------------------------------------------------- attaching
 @pytest.fixture
 def engine(disk):
     with OffloadEngine(settings(disk)) as made:
@@ -147,6 +148,7 @@ def test_sections_that_are_off_change_nothing(disk):
     assert OffloadEngine(settings(disk, activations=off, optimizer=off)).attach(net) is None
 
 
+# ---------------------------------------------------------------------- the end
 @pytest.mark.parametrize("way", ["closed twice", "an exception in the block"])
 def test_closing_takes_every_hook_off(disk, way):
     engine = OffloadEngine(settings(disk))
@@ -218,6 +220,7 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
     assert our_threads() == set()
 
 
+# ---------------------------------------------------------------------- all of it together
 #: The capacity of host memory of configs that are no presets.
 BY_HAND = {"on disk": None, "both tiers": "4KiB"}
 

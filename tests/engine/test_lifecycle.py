@@ -61,6 +61,7 @@ print("ready", flush=True)
 """
 
 
+# ---------------------------------------------------------------------- ends of a process
 #: What follows, the exit status, and what the error says.
 ENDS = {
     "closed": ("engine.close()", 0, ""),
@@ -154,6 +155,7 @@ def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_pa
     assert found[-1]["output"].endswith("survived\n")
 
 
+# ---------------------------------------------------------------------- forks
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
@@ -204,6 +206,7 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
         optimizer.step()
 
 
+# ---------------------------------------------------------------------- copies
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
     expected, net = model(), model()
@@ -225,6 +228,7 @@ def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
         assert moved(engine) + moved(engine, verb="forwarded") > before
 
 
+# ---------------------------------------------------------------------- other systems
 POORER = """
 import os, mmap
 os.environ.setdefault("USERNAME", "somebody")  # as such systems do
@@ -287,6 +291,7 @@ def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk):
     assert "does not offer. Use a tier of kind dram" in out
 
 
+# ---------------------------------------------------------------------- notebooks
 SET_UP = """
 import torch
 from torch import nn

@@ -26,6 +26,7 @@ from tests.engine.test_engine import model, train, trained
 from tests.training import Block, on_disk, settings
 
 
+# ---------------------------------------------------------------------- metrics
 def contract_keys(tiers):
     """The keys that scripts outside of the project rely on."""
     moved = ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
@@ -135,6 +136,7 @@ def test_that_offload_is_not_needed_is_said_once(disk, caplog, monkeypatch, is_s
         assert re.search(r"offload is not needed here: the .*iB that it moves would fit", text)
 
 
+# ---------------------------------------------------------------------- the report of a run
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 

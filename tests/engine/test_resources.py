@@ -114,6 +114,7 @@ def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_pa
     assert "optimizer" in {event["args"].get("client") for event in events if event["ph"] == "X"}
 
 
+# ---------------------------------------------------------------------- what is left open
 LIMIT = 512 * MiB
 WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of states
 

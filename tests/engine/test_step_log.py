@@ -58,6 +58,7 @@ def seconds(found, name, which="observed"):
     return getattr(found.part(name), which)
 
 
+# ---------------------------------------------------------------------- one run
 @pytest.mark.parametrize(
     ("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3), ("not offloaded", 1)]
 )
@@ -183,6 +184,7 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
     assert log() is None
 
 
+# ---------------------------------------------------------------------- from run to run
 def observe(monkeypatch, **rates):
     """Let every path of a run have been seen with such rates."""
 

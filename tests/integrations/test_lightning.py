@@ -158,6 +158,7 @@ def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
         lightning_runs.make_trainer(pl, tmp_path, strategy_class(other)())
 
 
+# ---------------------------------------------------------------------- streamed weights
 def streaming(overlap):
     return strategy_class("lightning.pytorch")({**STREAMED, "optimizer": {"overlap": overlap}})
 
@@ -220,6 +221,7 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
             assert torch.isfinite(parameter).all()
 
 
+# ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
 TIER = {"name": "host", "kind": "dram", "capacity": "1MiB"}
 OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}

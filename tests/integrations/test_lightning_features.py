@@ -50,6 +50,8 @@ def fitted(name, behaviour=Behaviour, module=None, refused=None, before_training
         return session.outcome(*session.fit(session.module(behaviour, **module or {}), **options))
 
 
+# ---------------------------------------------------------------------- precision
+
 for _precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
     fitted(f'`precision="{_precision}"`', precision=_precision)
 
@@ -63,6 +65,9 @@ def _half_mixed(session):
     trainer, module = session.fit(plugins=[plugin], max_steps=30)
     assert scaler.get_scale() < 2.0**40
     return session.outcome(trainer, module, scale=scaler.get_scale())
+
+
+# ---------------------------------------------------------------------- optimization
 
 
 class _Adversarial(Behaviour):
@@ -134,6 +139,8 @@ class _Plateau(Behaviour):
 fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
 
 
+# ---------------------------------------------------------------------- the Trainer's options
+
 fitted("`overfit_batches`", overfit_batches=3)
 fitted("`fast_dev_run`", fast_dev_run=3)
 limits = {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
@@ -187,6 +194,9 @@ def _interrupt(session):
     trainer.save_checkpoint(session.root / "interrupted.ckpt")
     ended = session.fit(ckpt_path=session.root / "interrupted.ckpt")
     return session.outcome(*ended, before=module.losses, interrupted=trainer.interrupted)
+
+
+# ---------------------------------------------------------------------- callbacks
 
 
 def with_callback(kind, arguments=None, name=None, **options):
@@ -309,6 +319,9 @@ def _summary(session):
     return session.outcome(trainer, module, shown=shown, after=str(ModelSummary(module, -1)))
 
 
+# ---------------------------------------------------------------------- loggers and profilers
+
+
 @feature("`LearningRateMonitor`, `DeviceStatsMonitor`, `ThroughputMonitor`, several loggers")
 def _loggers(session):
     pl = session.pl
@@ -361,6 +374,8 @@ profiled("SimpleProfiler", lambda it, root: _without_strategy(it.recorded_durati
 profiled("AdvancedProfiler", _in_file)
 profiled("PyTorchProfiler", lambda it, root: bool(it.function_events), export_to_chrome=False)
 
+
+# ---------------------------------------------------------------------- every one of them
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 

@@ -122,6 +122,8 @@ def table(results):
     return "\n".join(lines) + "\n"
 
 
+# ---------------------------------------------------------------------- the launch file
+
 SECTION = {"activations": {"min_size": "1KiB"}}
 # What a script is given, without the seconds that importing torch takes.
 GIVEN = """

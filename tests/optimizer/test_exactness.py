@@ -52,6 +52,7 @@ def test_six_steps_of(name, host, overlap, disk):
         assert metrics["offload/tier/host/used_bytes"] > 0
 
 
+# ---------------------------------------------------------------------- other kinds of parameters
 def _two_at_once(dtype):
     """Two optimizers that share a chain of layers in one dtype."""
 
@@ -133,6 +134,7 @@ def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
         script(Run(None, engine))
 
 
+# ---------------------------------------------------------------------- orders of doing things
 def _accumulate(hint):
     """Accumulate over micro-batches; `hint` gets the number of each, and whether it is the last."""
 
@@ -327,6 +329,7 @@ def test_the_same_numbers_with(name, overlap, disk, request):
     compare(SCRIPTS[name], adamw, disk, overlap)
 
 
+# ---------------------------------------------------------------------- slices of parameters
 def _whole_norm(o, g, p, s):
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
     return p.grad - p.grad / p.grad.norm()

@@ -84,6 +84,8 @@ def of(model, optimizer):
     return snapshot(model, optimizer, gradients=False)
 
 
+# ---------------------------------------------------------------------- exactness
+
 #: Dtypes of weights, and options.
 SECTIONS = [
     (torch.float32, BFLOAT16),
@@ -161,6 +163,7 @@ def test_loading_casts_states_as_a_plain_optimizer_does(name, own, stored, disk)
         assert_same_bits(of(model, optimizer), of(plain, expected))
 
 
+# ---------------------------------------------------------------------- stochastic rounding
 def _rounded(value, update, count=4096):
     stored = torch.empty(count, dtype=torch.bfloat16)
     copy_rounded(stored, torch.full((count,), value), torch.Generator().manual_seed(update))

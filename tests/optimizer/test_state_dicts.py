@@ -128,6 +128,7 @@ def test_the_state_reads_like_a_dictionary(overlap, disk):
         assert "anything" not in states
 
 
+# ---------------------------------------------------------------------- quantized states
 def test_updates_are_compiled_once(disk, monkeypatch):
     # Inductor takes many seconds for each graph.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

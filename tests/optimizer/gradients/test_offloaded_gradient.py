@@ -130,6 +130,7 @@ def test_every_attribute_and_every_method_without_arguments(pair_of):
     assert not different, "\n\n".join(different)
 
 
+# ---------------------------------------------------------------------- norms
 NORMS = {
     "vector_norm": lambda g, order: torch.linalg.vector_norm(g, order),
     "torch.norm": lambda g, order: torch.norm(g, order),
@@ -196,6 +197,7 @@ def test_a_norm_of_values_changed_directly_is_not_the_cached_one():
     assert another.backing.edited
 
 
+# ---------------------------------------------------------------------- unscaling
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("prepared", PREPARED)
