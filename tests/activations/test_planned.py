@@ -121,6 +121,7 @@ def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     assert not any(training.step())
     # 985 MiB less the 500 beside them: four items of 100 MiB may stay, those that are used first.
     assert training.step() == [False] * 6 + [True] * 4
+    assert training.budget.plan is not None
     assert training.budget.plan.hidden
     assert training.peak_bytes() <= 1000 * MiB
     assert training.budget.deviations == 0
@@ -211,6 +212,7 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
     training = Training(None, speed=None, passes=3)  # 95 % of 2000 MiB
     assert all(training.step())
     assert training.budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
+    assert training.budget.profile is not None
     seen = 2 * LAYERS * ITEM / 30.0
     assert training.budget.profile.paths[0].write == pytest.approx(seen, rel=1e-3)
 
@@ -337,6 +339,7 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
         assert figures["offload/activations/plan_peak_bytes"] > 0
         assert figures["offload/activations/plan_limit_bytes"] > 0
         assert figures["offload/activations/step_left_bytes"] == 0, "there is room for all"
+    assert profile is not None
     # Items have the names of the modules that save them.
     assert profile.tensors[0].name == "layers.0 float32[8, 256]", "the input"
     assert profile.tensors[1].name == "Net float32[8, 256]", "what tanh saves, outside the layers"

@@ -268,6 +268,7 @@ def _graph_over_gradients(run):
         loss_of(model, number + 1).backward(create_graph=True)
         penalty = sum(p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None)
         model.zero_grad()
+        assert isinstance(penalty, torch.Tensor)
         penalty.backward()
         run.step()
 
@@ -275,8 +276,10 @@ def _graph_over_gradients(run):
 def _loss_of_gradients(run):
     run.backward(0)
     gradient = run.model.first.weight.grad
+    assert gradient is not None
     weight = torch.full((), 0.5, requires_grad=True)
     (weight * gradient).pow(2).sum().backward()
+    assert weight.grad is not None
     run.note(weight.grad)
     loss = (weight * gradient).sum()
     gradient.mul_(2)

@@ -222,7 +222,8 @@ def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
             loss = loss_of(run.model, number)
             scaler.scale(loss).backward()
             if number in overflows:
-                gradient = run.model.first.weight.grad  # which is held on to
+                gradient = run.model.first.weight.grad  # held on to past the step, as users may
+                assert gradient is not None
                 gradient[0, 0] = float("inf")
             if clip is not None:
                 scaler.unscale_(run.optimizer)

@@ -59,6 +59,7 @@ class Reference:
     @torch.no_grad()
     def step(self):
         for parameter, master in self.pairs:
+            assert parameter.grad is not None
             # Where somebody has changed the weight, it counts; elsewhere the copy has more bits.
             changed = master.to(parameter.dtype) != parameter
             master.data[changed] = parameter[changed].to(master.dtype)
