@@ -11,9 +11,10 @@ from tests.module_map import ROOT
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
-    """A function that raises such an error, whatever it is given.
+    """A function that raises such an error; it accepts any arguments, without a look at them.
 
-    It is made anew each time: its traceback holds the frames, and tensors, of its callers.
+    The error is made anew each time, as its traceback holds the frames, and tensors, of its
+    callers. Only its class and its `args` are copied: other attributes and notes are not.
     """
 
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -23,9 +24,11 @@ def raising(error: BaseException) -> Callable[..., NoReturn]:
 
 
 def descriptors(process: int | str = "self") -> Iterator[tuple[str, str]]:
-    """The open descriptors of a process, and what each is of; none where there is no /proc."""
+    """The open descriptors of a process, and what each is of; of this one none without /proc."""
     folder = f"/proc/{process}/fd"
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+    if process == "self" and not os.path.isdir(folder):
+        return
+    for name in os.listdir(folder):
         with suppress(OSError):  # closed meanwhile, or that of this very listing
             yield name, os.readlink(f"{folder}/{name}")
 

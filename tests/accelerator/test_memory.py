@@ -358,7 +358,8 @@ def counted(engine, scaled):
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
     for step in range(8):
         waiting_calls()
-        scaler.scale(loss_of(model, step, rows=2, length=16)).backward()
+        loss = loss_of(model, step, rows=2, length=16)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.predicted_and_measured import Change
 from offload_strategy.telemetry import Direction
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("rates_cache")
 
 
 # ---------------------------------------------------------------------------- configs
@@ -75,8 +75,8 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
     assert "engine.report().save" in said
 
 
-def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, monkeypatch):
-    nothing = f"Nothing is known of any path yet. It will be kept in {cache}."
+def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, rates_cache, monkeypatch):
+    nothing = f"Nothing is known of any path yet. It will be kept in {rates_cache}."
     assert nothing in ssd_offload("report").out
     date = "2026-01-02T03:04:05+00:00"
     rates = {

@@ -217,7 +217,7 @@ def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, 
     assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
 
 
-def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, cache):
+def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, rates_cache):
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
     assert [one.sources["read"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)
@@ -365,7 +365,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (
-            "gpt2 --gpu h100 --device-memory 1GB --write-plan x",
+            "gpt2 --gpu h100 --device-memory 1GiB --write-plan x",
             "--device-memory, --write-plan: for",
         ),
         ("gpt2 --layers 2 --gated", "--layers, --gated: for a kind"),

@@ -183,9 +183,9 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
 @FORKS
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
 def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
-    batch = torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
         net, optimizer = trained(engine)
+        batch = torch.randn(4, 8)
         pending = net(batch).sum()
         on_disk(engine)
         child = os.fork()

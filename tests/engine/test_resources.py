@@ -45,7 +45,8 @@ def train(engine):
     optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = []
     for step in range(3):
-        loss = model(noise(32, 64, seed=step)).square().mean()
+        x = noise(32, 64, seed=step)
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -127,7 +128,8 @@ def network():
 
 def train_network(model, optimizer, batch, steps=2):
     for step in range(steps):
-        model(noise(batch, WIDTH, seed=step)).square().mean().backward()
+        x = noise(batch, WIDTH, seed=step)
+        model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -29,10 +29,17 @@ def make_trainer(root, **options):
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = {"gradient_accumulation_steps": 3, **options}
-    # 13 batches an epoch: the last group has one.
-    options |= {"use_cpu": True, "per_device_train_batch_size": 4, "max_grad_norm": 1.0}
-    options |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    arguments = TrainingArguments(str(root), **options)
+    arguments = TrainingArguments(
+        str(root),
+        use_cpu=True,
+        per_device_train_batch_size=4,  # 13 batches an epoch: the last group has one
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
     model = GPT2LMHeadModel(GPT2Config(**shape, **quiet))
     return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
 
