@@ -172,12 +172,16 @@ MUTANTS = {
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
         "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
-        "computation does not wait for the copy to the device": "compute.wait_event(copy.done)",
+        "the computation does not wait for the copy to the device": (
+            "compute.wait_event(copy.done)"
+        ),
         "the end of a copy to the device is recorded before it": recorded(
             "tensor, host in arriving:\n                tensor.copy_(host",
             "done.record(incoming)",
         ),
-        "a host buffer is free before its copy ends": "self._loads.append((done, copies, hosts))",
+        "a host buffer is free before the copy out of it is over": (
+            "self._loads.append((done, copies, hosts))"
+        ),
         "loaded memory belongs to the incoming stream": (
             "        tensors, arriving = self._memory_for(hosts)\n"
             "        _, incoming = self._copying(compute)\n"

@@ -42,6 +42,7 @@ SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
 
 @pytest.fixture
 def late_copies(monkeypatch):
+    """Every third copy begins late."""
     dice = random.Random(0)
 
     def late(original, direction):

@@ -1,4 +1,8 @@
-"""torch's own samples of operators and modules, on a slow path, and its optimizers."""
+"""torch's own samples of operators and modules, and its optimizers with every option.
+
+Operators and modules run under activation offload on a slow path, whose writes begin late and whose
+reads end late.
+"""
 
 import itertools
 import logging

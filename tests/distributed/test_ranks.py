@@ -1,4 +1,7 @@
-"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states."""
+"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states.
+
+The ranks compare what they come to by themselves.
+"""
 
 import contextlib
 
