@@ -1,4 +1,4 @@
-"""What the tests of several folders share: calls that fail, and processes of their own."""
+"""What the tests of several folders share: calls that fail, processes, and their environment."""
 
 import os
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
+
+import pytest
 
 from tests.module_map import ROOT
 
@@ -50,3 +52,10 @@ def run_forked(call: Callable[[], object]) -> None:
         finally:
             os._exit(2)
     assert os.waitpid(process, 0)[1] == 0
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For folders whose conftest.py imports it: the variables of the user's are not there."""
+    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
