@@ -21,7 +21,8 @@ class DeviceMemory:
     """Device memory at a chosen distance from a page's start, with a guard on both sides."""
 
     def __init__(self, nbytes, misalignment=0):
-        self.nbytes, size = nbytes, nbytes + misalignment + 3 * PAGE_BYTES
+        self.nbytes = nbytes
+        size = nbytes + misalignment + 3 * PAGE_BYTES
         whole = torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda")
         start = PAGE_BYTES + -whole.data_ptr() % PAGE_BYTES + misalignment
         self._before, self._part, self._behind = whole.split([start, nbytes, size - start - nbytes])

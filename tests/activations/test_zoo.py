@@ -142,7 +142,8 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
     with activations_only(None if "host" in options else disk, **options) as engine:
         engine.attach(model)
         assert_same_history(train(kind, model, FORWARDS_FIRST, engine=engine), expected)
-        figures, prefix = engine.metrics(), "offload/activations"
+        figures = engine.metrics()
+        prefix = "offload/activations"
         saved, left = (figures[f"{prefix}/step_{what}_bytes"] for what in ("saved", "left"))
         assert 0 <= left <= saved
         if options["budget"] != "auto":

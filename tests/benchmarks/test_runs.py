@@ -126,7 +126,8 @@ def test_the_largest_model_that_trains_is_found(most, bounds, tried, parameters,
 
 @pytest.mark.slow
 def test_a_run_tells_why_it_failed_and_one_that_takes_too_long_is_ended(tmp_path):
-    quiet, job = Mock(), Job(64, 1, vocabulary=64, sequence=8, steps=10**9)
+    quiet = Mock()
+    job = Job(64, 1, vocabulary=64, sequence=8, steps=10**9)
     failed = run_job(replace(job, directory=str(tmp_path / "nowhere")), say=quiet)
     assert failed.status == 1
     assert "there is no directory" in failed.complaint

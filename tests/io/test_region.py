@@ -53,7 +53,8 @@ def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_e
 
 def test_the_file_grows_in_large_steps(disk, monkeypatch):
     monkeypatch.setattr(region_module, "GROWTH_BYTES", 8 * MiB)
-    region, sizes = Region(disk, "nvme", capacity=30 * MiB), []
+    region = Region(disk, "nvme", capacity=30 * MiB)
+    sizes = []
     for _ in range(30):
         assert region.allocate(1 * MiB) is not None
         sizes.append(os.fstat(region.fd).st_size // MiB)

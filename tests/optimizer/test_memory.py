@@ -170,7 +170,8 @@ def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, dis
     monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
     give_room_for_new_weights(monkeypatch, True)
-    given_back, give_back = [], Arena._give_back
+    given_back = []
+    give_back = Arena._give_back
 
     def noted(arena, block):
         given_back.append(block)
