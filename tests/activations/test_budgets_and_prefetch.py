@@ -59,9 +59,10 @@ def step(saved, left, waited=0.0):
 def offer(budget, nbytes, trace, idle=None):
     """As the pack hook does."""
     trace.saved_bytes += nbytes
-    leaves = budget.admits(nbytes, trace, idle)
-    trace.left_bytes += nbytes * leaves
-    return leaves
+    if budget.admits(nbytes, trace, idle):
+        trace.left_bytes += nbytes
+        return True
+    return False
 
 
 def test_a_path_that_is_behind_gets_no_more():
