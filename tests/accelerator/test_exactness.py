@@ -68,7 +68,8 @@ SCOPES = {
 
 @pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
 def test_gradients_are_the_same(disk, case, wait):
-    host, scope = case[0], SCOPES[case[1]]
+    host, precision = case
+    scope = SCOPES[precision]
     assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
     config = settings(disk, host, optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
@@ -97,14 +98,15 @@ def test_gradients_are_the_same_with(disk, memory, options):
 
 
 # ---------------------------------------------------------------------- optimizer
-RATE = torch.tensor(1e-3)
 OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-3),
     "AdamW per tensor": lambda p: AdamW(p, 1e-3, foreach=False),
     "AdamW fused": lambda p: AdamW(p, 1e-3, fused=True),
     "AdamW fused amsgrad": lambda p: AdamW(p, 1e-3, fused=True, amsgrad=True),
     "AdamW capturable": lambda p: AdamW(p, 1e-3, capturable=True),
-    "AdamW tensor lr": lambda p: AdamW(p, RATE.to(DEVICE), fused=True, weight_decay=0.1),
+    "AdamW tensor lr": lambda p: AdamW(
+        p, torch.tensor(1e-3, device=DEVICE), fused=True, weight_decay=0.1
+    ),
     "Adam maximize": lambda p: Adam(p, 1e-3, maximize=True, weight_decay=0.1),
     "SGD momentum": lambda p: SGD(p, 1e-2, momentum=0.9, nesterov=True),
     "SGD momentum fused": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),

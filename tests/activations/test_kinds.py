@@ -258,6 +258,11 @@ def _given_up(_):
     return tensor
 
 
+def _inference():
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
 def _wrapped():
     seen = []
     torch.func.vmap(lambda x: seen.append(x) or x)(torch.ones(4))
@@ -314,7 +319,7 @@ KINDS = {
         "zeros that only say so": lambda m: torch._efficientzerotensor(4),
         "without its memory": _given_up,
     },
-    Stays.INFERENCE: {"of an inference": torch.inference_mode()(lambda m: torch.ones(4))},
+    Stays.INFERENCE: {"of an inference": lambda m: _inference()},
     Stays.TRANSFORM: {"what a transform wraps": lambda m: _wrapped()},
 }
 

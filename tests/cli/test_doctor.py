@@ -157,7 +157,7 @@ def tree(root, files):
 
 
 UNLIMITED = "9223372036854771712"
-V1, V2, LIMIT = "sys/fs/cgroup/memory", "sys/fs/cgroup", "memory.limit_in_bytes"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,14 @@ V1, V2, LIMIT = "sys/fs/cgroup/memory", "sys/fs/cgroup", "memory.limit_in_bytes"
         ("0::/../other", {f"{V2}/memory.max": "60"}, 60),
         (
             "5:cpu:/x\n4:hugetlb,memory:/a",
-            {f"{V1}/a/{LIMIT}": "50", f"{V1}/{LIMIT}": UNLIMITED, f"{V2}/cpu/x/{LIMIT}": "1"},
+            {
+                f"{V1}/a/memory.limit_in_bytes": "50",
+                f"{V1}/memory.limit_in_bytes": UNLIMITED,
+                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1",
+            },
             50,
         ),
-        ("4:memory:/a", {f"{V1}/a/{LIMIT}": UNLIMITED}, None),
+        ("4:memory:/a", {f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
     ],
 )
 def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp_path):
@@ -187,7 +191,7 @@ def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp
         ("0::/a", f"{V2}/a/memory.max", "file 7\nanon 30000000000\nshmem 1000000000\nanon_thp 5"),
         (
             "4:memory:/a",
-            f"{V1}/a/{LIMIT}",
+            f"{V1}/a/memory.limit_in_bytes",
             "rss 9\nshmem 9\ntotal_cache 8\ntotal_rss 30000000000\ntotal_shmem 1000000000",
         ),
     ],

@@ -59,9 +59,10 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
     # Tickets of this model are small; stripe them all the same.
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
-    tiers = [ssd(place.name, place, capacity="64MiB") for place in places]
     if layout == "one tier":
         tiers = [ssd("nvme", places, capacity="64MiB")]
+    else:
+        tiers = [ssd(place.name, place, capacity="64MiB") for place in places]
     expected = train(None)
     with OffloadEngine(config(*tiers, io={"checksum": checksum})) as engine:
         got = train(engine)
