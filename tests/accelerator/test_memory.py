@@ -44,7 +44,10 @@ def config_of(disk, **sections):
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
 LIMITS = [
-    *((0.4, None, True), (0.7, "1GiB", True), (0.4, "16MiB", True), (2.0, None, True)),
+    (0.4, None, True),
+    (0.7, "1GiB", True),
+    (0.4, "16MiB", True),
+    (2.0, None, True),
     *product((0.3, 0.7, 2.0), [None], [False]),
 ]
 
@@ -156,7 +159,8 @@ def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
             optimizer.zero_grad()
         torch.accelerator.synchronize()
         pinned = engine.metrics()["offload/memory/pinned_peak_bytes"]
-    assert pinned <= 1.5 * 2 * sum(each.nbytes for each in model.parameters()), "of two states"
+    states = 2 * sum(each.nbytes for each in model.parameters())
+    assert pinned <= 1.5 * states
 
 
 def test_pinned_memory_is_exactly_as_asked():

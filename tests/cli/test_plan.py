@@ -317,7 +317,8 @@ def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
     for words in (
         "billion parameters on the CPU with 1 x path and 1 GiB of memory",
-        *("| leaves memory |", "| memory | disk |"),
+        "| leaves memory |",
+        "| memory | disk |",
         "drives: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
         "| lifespan | the drive's rating is not known |",
         "cores: 150 GFLOPS",

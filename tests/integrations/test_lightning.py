@@ -235,9 +235,14 @@ def strategy_of_cli(pl, family, *arguments):
     """Parse a command line, make the Trainer that it asks for, and return its strategy."""
     pytest.importorskip("jsonargparse")
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    options = {"trainer_defaults": {**quiet, "accelerator": "cpu"}, "save_config_callback": None}
-    make = importlib.import_module(f"{family}.cli").LightningCLI
-    return make(type(make_module(pl)), args=list(arguments), run=False, **options).trainer.strategy
+    cli = importlib.import_module(f"{family}.cli").LightningCLI(
+        type(make_module(pl)),
+        args=list(arguments),
+        run=False,
+        save_config_callback=None,
+        trainer_defaults={**quiet, "accelerator": "cpu"},
+    )
+    return cli.trainer.strategy
 
 
 @lightning_runs.in_both_installs

@@ -61,7 +61,8 @@ def train_twice_and_resume(root):
 
     options = {"gradient_checkpointing": True, "max_steps": 6}
     saving = make_trainer(root, **options)
-    saving.args.save_strategy, saving.args.save_steps = "steps", 4
+    saving.args.save_strategy = "steps"
+    saving.args.save_steps = 4
     saving.train()
     resumed = make_trainer(root, **options)
     resumed.train(resume_from_checkpoint=str(root / "checkpoint-4"))
@@ -108,8 +109,8 @@ WRITTEN = "offload/optimizer/written_bytes"
 def mlflow_reporter():
     """The callback of Transformers, over an MLflow that only notes its calls."""
     callback = MLflowCallback.__new__(MLflowCallback)
-    callback._initialized, callback._ml_flow = True, mock.Mock()
-    callback._async_log = callback._auto_end_run = False
+    callback._initialized, callback._async_log, callback._auto_end_run = True, False, False
+    callback._ml_flow = mock.Mock()
     return callback
 
 
