@@ -85,7 +85,7 @@ def _nothing_is_left():
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def rates_cache(tmp_path, monkeypatch):
     """The user's cache directory, in which engines remember how fast paths are."""
     monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -14,7 +14,13 @@ _LATE_SECONDS = 0.02
 
 
 class PacedBackend(PosixBackend):
-    """Moves blocks as the plain backend does, at so many bytes per second; None: as fast as can."""
+    """Moves blocks as the plain backend does, at so many bytes per second in each direction.
+
+    Args:
+        read: bytes per second; None for as fast as it goes.
+        write: likewise.
+        options: of the plain backend.
+    """
 
     def __init__(
         self, *, read: float | None = None, write: float | None = None, **options: Any

@@ -1,4 +1,4 @@
-"""What the tests of several folders share: calls that fail, and processes of their own."""
+"""What the tests of several folders share: calls that fail, processes, and their environment."""
 
 import os
 import subprocess
@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import pytest
+
 from tests.module_map import ROOT
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
-    """A function that raises such an error, whatever it is given.
+    """A function that raises such an error; it accepts any arguments, without a look at them.
 
-    It is made anew each time: its traceback holds the frames, and tensors, of its callers.
+    The error is made anew each time, as its traceback holds the frames, and tensors, of its
+    callers. Only its class and its `args` are copied: other attributes and notes are not.
     """
 
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -23,9 +26,11 @@ def raising(error: BaseException) -> Callable[..., NoReturn]:
 
 
 def descriptors(process: int | str = "self") -> Iterator[tuple[str, str]]:
-    """The open descriptors of a process, and what each is of; none where there is no /proc."""
+    """The open descriptors of a process, and what each is of; of this one none without /proc."""
     folder = f"/proc/{process}/fd"
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+    if process == "self" and not os.path.isdir(folder):
+        return
+    for name in os.listdir(folder):
         with suppress(OSError):  # closed meanwhile, or that of this very listing
             yield name, os.readlink(f"{folder}/{name}")
 
@@ -47,3 +52,10 @@ def run_forked(call: Callable[[], object]) -> None:
         finally:
             os._exit(2)
     assert os.waitpid(process, 0)[1] == 0
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For folders whose conftest.py imports it: the variables of the user's are not there."""
+    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_strategy.units import MiB, exact_size, format_size, parse_count, parse_size, round_up
+from offload_strategy.units import (
+    PAGE_BYTES,
+    GiB,
+    KiB,
+    MiB,
+    exact_size,
+    format_size,
+    parse_count,
+    parse_size,
+    round_up,
+)
 
 SIZES: dict[str | int | float, int] = {
     "512 mib": 536_870_912,
@@ -54,7 +64,7 @@ def test_a_size_for_people_is_within_five_percent(size):
 
 
 def test_a_size_is_written_for_people():
-    sizes = [0, 1023, 1024, 1536, 512 * MiB, MiB - 1, 1536 * MiB, 5000 << 30, -2 * MiB]
+    sizes = [0, 1023, KiB, 1536, 512 * MiB, MiB - 1, 3 * GiB // 2, 5000 * GiB, -2 * MiB]
     written = "0 B, 1023 B, 1 KiB, 1.5 KiB, 512 MiB, 1 MiB, 1.5 GiB, 4.9 TiB, -2 MiB"
     assert ", ".join(map(format_size, sizes)) == written
 
@@ -74,7 +84,7 @@ def test_what_is_no_number_of_parameters_is_refused(value):
 
 
 @settings(deadline=None)
-@given(st.integers(min_value=0, max_value=2**50), st.sampled_from([1, 64, 4096, 2 * MiB]))
+@given(st.integers(min_value=0, max_value=2**50), st.sampled_from([1, 64, PAGE_BYTES, 2 * MiB]))
 def test_rounding_up_gives_the_next_multiple(size, multiple):
     rounded = round_up(size, multiple)
     assert rounded % multiple == 0

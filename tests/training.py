@@ -183,7 +183,12 @@ def backward_history(
 def saved_storages(
     run: Callable[[], Any], keep_out: Iterable[torch.Tensor] = ()
 ) -> list[torch.UntypedStorage]:
-    """The storages that autograd saves, each once, but for those of the tensors to keep out."""
+    """The storages that autograd saves, each once, seen with hooks of torch's own.
+
+    Args:
+        run: the forward pass.
+        keep_out: tensors whose storages do not count.
+    """
     excluded = {tensor.untyped_storage()._cdata for tensor in keep_out}
     seen: dict[int, torch.UntypedStorage] = {}
 

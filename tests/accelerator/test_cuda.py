@@ -16,11 +16,13 @@ __all__ = ["region"]
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
+# ---------------------------------------------------------------------- GPUDirect Storage
 class DeviceMemory:
     """Device memory at a chosen distance from a page's start, with a guard on both sides."""
 
     def __init__(self, nbytes, misalignment=0):
-        self.nbytes, size = nbytes, nbytes + misalignment + 3 * PAGE_BYTES
+        self.nbytes = nbytes
+        size = nbytes + misalignment + 3 * PAGE_BYTES
         whole = torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda")
         start = PAGE_BYTES + -whole.data_ptr() % PAGE_BYTES + misalignment
         self._before, self._part, self._behind = whole.split([start, nbytes, size - start - nbytes])
@@ -56,6 +58,7 @@ class TestDeviceMemory(TestHostMemory):
         return DeviceMemory(nbytes, misalignment)
 
 
+# ---------------------------------------------------------------------- compiled models
 def each_block(model):
     for block in model.blocks:
         block.compile()
@@ -82,6 +85,7 @@ def test_a_compiled_model_is_the_same(disk, way):
     torch.compiler.reset()
 
 
+# ---------------------------------------------------------------------- CUDA graphs
 def on_another_stream(run):
     """What CUDA wants before a graph is captured."""
     stream = torch.cuda.Stream()

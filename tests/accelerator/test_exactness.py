@@ -12,15 +12,26 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
-from tests import training
 from tests.accelerator.support import DEVICE, Transformer, loss_of, make, sleep, stir, train
 from tests.optimizer.runs import snapshot
-from tests.training import attached, in_turn, on_disk, same_with_and_without, settings, weights
+from tests.training import (
+    assert_same_bits,
+    assert_same_history,
+    attached,
+    backward_history,
+    in_turn,
+    left_bytes,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 #: Capacities of host memory before the disk: none, some, and enough for everything.
 HOSTS = [None, "1MiB", "1GiB"]
 
 
+# ---------------------------------------------------------------------- activations
 def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
     """Three steps of gradient descent; with `wait`, backward begins when all is on the disk.
 
@@ -45,7 +56,7 @@ def passes(engine, wait=True, scope=nullcontext, behind=False, **options):
         if engine is not None and wait:
             on_disk(engine)
 
-    return training.backward_history(model, loss, between=between, after=stir)
+    return backward_history(model, loss, between=between, after=stir)
 
 
 SCOPES = {
@@ -57,12 +68,13 @@ SCOPES = {
 
 @pytest.mark.parametrize(("case", "wait"), in_turn(product(HOSTS, SCOPES), [False, True]), ids=str)
 def test_gradients_are_the_same(disk, case, wait):
-    host, scope = case[0], SCOPES[case[1]]
-    training.assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
+    host, precision = case
+    scope = SCOPES[precision]
+    assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
     config = settings(disk, host, optimizer={"enabled": False})
     figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
     if host is None:
-        assert training.left_bytes(figures) > 1 * MiB
+        assert left_bytes(figures) > 1 * MiB
     if host == "1GiB":
         assert figures["offload/activations/written_bytes"] == 0
     torch.accelerator.synchronize()
@@ -85,14 +97,16 @@ def test_gradients_are_the_same_with(disk, memory, options):
     same_with_and_without(lambda engine: passes(engine, **options), config)
 
 
-RATE = torch.tensor(1e-3)
+# ---------------------------------------------------------------------- optimizer
 OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-3),
     "AdamW per tensor": lambda p: AdamW(p, 1e-3, foreach=False),
     "AdamW fused": lambda p: AdamW(p, 1e-3, fused=True),
     "AdamW fused amsgrad": lambda p: AdamW(p, 1e-3, fused=True, amsgrad=True),
     "AdamW capturable": lambda p: AdamW(p, 1e-3, capturable=True),
-    "AdamW tensor lr": lambda p: AdamW(p, RATE.to(DEVICE), fused=True, weight_decay=0.1),
+    "AdamW tensor lr": lambda p: AdamW(
+        p, torch.tensor(1e-3, device=DEVICE), fused=True, weight_decay=0.1
+    ),
     "Adam maximize": lambda p: Adam(p, 1e-3, maximize=True, weight_decay=0.1),
     "SGD momentum": lambda p: SGD(p, 1e-2, momentum=0.9, nesterov=True),
     "SGD momentum fused": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
@@ -212,7 +226,7 @@ def test_checkpoints_go_both_ways_and_between_devices(disk):
             assert state["exp_avg"].device.type == "cpu"
         last = begin(None, saved)
         train(*last, range(4, 6))
-    training.assert_same_bits(states(*last), states(*whole))
+    assert_same_bits(states(*last), states(*whole))
 
 
 def test_a_model_may_move_to_the_device_after_it_was_attached(disk):
@@ -277,6 +291,7 @@ def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap,
     same_with_and_without(run, config)
 
 
+# ---------------------------------------------------------------------- streamed weights
 STREAMED = {"enabled": True, "min_size": 1}
 
 

@@ -15,8 +15,21 @@ from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import kvikio, posix  # noqa: F401 - before posix is replaced
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, device_module, idle_memory, loss_of, make, train
+from tests.accelerator.support import (
+    BATCH,
+    DEVICE,
+    SIZE,
+    Deep,
+    delays,
+    device_module,
+    idle_memory,
+    loss_of,
+    make,
+    memory_beyond,
+    peaks,
+    sleep,
+    train,
+)
 from tests.activations.support import noise
 from tests.paced import PacedBackend
 from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
@@ -27,21 +40,24 @@ def config_of(disk, **sections):
     return {"tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}], **sections}
 
 
+# ---------------------------------------------------------------------- limits
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
 #: limit of plans, or of all memory in use, under which ``mode: auto`` chooses what leaves.
 LIMITS = [
-    *((0.4, None, True), (0.7, "1GiB", True), (0.4, "16MiB", True), (2.0, None, True)),
+    (0.4, None, True),
+    (0.7, "1GiB", True),
+    (0.4, "16MiB", True),
+    (2.0, None, True),
     *product((0.3, 0.7, 2.0), [None], [False]),
 ]
 
 
 def training(engine, steps):
-    model = make(*support.SIZE)
+    model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
     found = []
-    highest = support.peaks(
-        lambda step: found.extend(train(model, optimizer, range(step, step + 1), **support.BATCH)),
-        steps,
+    highest = peaks(
+        lambda step: found.extend(train(model, optimizer, range(step, step + 1), **BATCH)), steps
     )
     return [{n: v.cpu() for n, v in each.items()} for each in (*found, weights(model))], highest
 
@@ -102,7 +118,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
     sections = {"parameters": {"enabled": True}, "optimizer": {"overlap": "eager"}}
     config = config_of(disk, **sections, memory={"pinned": "256MiB"})
     # The weights do not fit: `close` brings them back when the limit is gone.
-    with OffloadEngine(config) as engine, support.memory_beyond(int(0.75 * nbytes)):
+    with OffloadEngine(config) as engine, memory_beyond(int(0.75 * nbytes)):
         with pytest.raises(torch.OutOfMemoryError):
             large()
         idle_memory()
@@ -114,6 +130,7 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk):
         assert device_module.max_memory_allocated() - used < 0.75 * nbytes
 
 
+# ---------------------------------------------------------------------- what is given back
 def test_pinned_memory_is_given_back(disk):
     with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
         model = make(engine=engine)
@@ -136,13 +153,14 @@ def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
     with OffloadEngine(settings(disk, "1GiB", **sections)) as engine:
         optimizer = engine.attach(model, AdamW(model.parameters(), 1e-3))
         for _ in range(3):
-            support.sleep(600_000_000)
+            sleep(600_000_000)
             model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.accelerator.synchronize()
         pinned = engine.metrics()["offload/memory/pinned_peak_bytes"]
-    assert pinned <= 1.5 * 2 * sum(each.nbytes for each in model.parameters()), "of two states"
+    states = 2 * sum(each.nbytes for each in model.parameters())
+    assert pinned <= 1.5 * states
 
 
 def test_pinned_memory_is_exactly_as_asked():
@@ -181,6 +199,7 @@ def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end
     assert idle_memory() <= before + 4096
 
 
+# ---------------------------------------------------------------------- errors
 def fail_in(hook, error, model):
     def fail(*_):
         raise error
@@ -193,7 +212,7 @@ def fail_in(hook, error, model):
 
 def run_out_of_memory(model):
     allowed = 1 << (30 if DEVICE == "cuda" else 26)
-    with support.memory_beyond(allowed), pytest.raises(torch.OutOfMemoryError):
+    with memory_beyond(allowed), pytest.raises(torch.OutOfMemoryError):
         loss_of(model, 99, rows=256, length=4096).backward()
 
 
@@ -228,6 +247,7 @@ def test_training_goes_on_after(disk, trouble, overlap):
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 
+# ---------------------------------------------------------------------- pace
 LAYERS = 40
 SAVED = LAYERS * 4 * MiB
 STEPS = 4
@@ -258,7 +278,7 @@ def behind(engine, cycles=0, limit=None):
     The device is far behind the host in each step. With a limit, more steps follow until one of
     them, but for the first, takes no more bytes.
     """
-    model = support.Deep(LAYERS, cycles).to(DEVICE)
+    model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     x = noise(1 << 20).to(DEVICE).requires_grad_()
@@ -268,7 +288,7 @@ def behind(engine, cycles=0, limit=None):
         nonlocal waits
         begins.append(device_module.memory_allocated())
         waiting_calls()
-        support.sleep(BEHIND)
+        sleep(BEHIND)
         x.grad = None
         model(x).sum().backward()
         waits = waiting_calls()
@@ -278,7 +298,7 @@ def behind(engine, cycles=0, limit=None):
         return len(beyond) >= (STEPS if within else MOST_STEPS)
 
     while not is_done():
-        beyond.extend(peak - begins[-1] for peak in support.peaks(step, 1))
+        beyond.extend(peak - begins[-1] for peak in peaks(step, 1))
     return x.grad.cpu(), begins, beyond, waits
 
 
@@ -296,7 +316,7 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
     limit = int(0.35 * SAVED)
     automatic = {"cycles": 40_000_000, "limit": limit} if defaults else {}
     late_us = 2500 if defaults else 0
-    with support.delays(1, late_us, late_us), OffloadEngine(config) as engine:
+    with delays(1, late_us, late_us), OffloadEngine(config) as engine:
         got, begins, taken, waits = behind(engine, **automatic)
         assert engine.metrics()["offload/device/peak_bytes"] > 0
     assert torch.equal(got, expected)
@@ -314,7 +334,7 @@ def test_small_tensors_cross_the_link_together(disk):
     """A pass saves 1,000 tensors of 16 KiB, in four batches."""
 
     def run(engine):
-        model = support.Deep(500).to(DEVICE)
+        model = Deep(500).to(DEVICE)
         if engine is not None:
             engine.attach(model)
         x = torch.linspace(-1, 1, 4096, device=DEVICE).requires_grad_()
@@ -343,7 +363,8 @@ def counted(engine, scaled):
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
     for step in range(8):
         waiting_calls()
-        scaler.scale(loss_of(model, step, rows=2, length=16)).backward()
+        loss = loss_of(model, step, rows=2, length=16)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -369,6 +390,7 @@ def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
     assert ours.total() <= (1 + scaled if overlap == "commit" else 0), ours
 
 
+# ---------------------------------------------------------------------- the report
 @pytest.mark.parametrize("steps", [3, 9])  # the device times the first eight passes
 def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(steps, disk):
     config = settings(disk)
@@ -376,7 +398,7 @@ def test_saved_tensors_are_in_memory_from_their_save_to_their_use_in_a_report(st
     with OffloadEngine(config) as engine:
         net = make(64, 4)
         optimizer = engine.attach(net, AdamW(net.parameters()))
-        train(net, optimizer, range(steps), **support.BATCH)
+        train(net, optimizer, range(steps), **BATCH)
         torch.accelerator.synchronize()
         report, profile = engine.report(), engine.profile()
     saved = [span for span in report.timeline if span.lane == "forward"]

@@ -22,8 +22,14 @@ from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support import accelerator
 from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, device_module, new_stream, replaced_in_host_memory
+from tests.accelerator.support import (
+    DEVICE,
+    Deep,
+    delays,
+    device_module,
+    new_stream,
+    replaced_in_host_memory,
+)
 from tests.activations.support import noise
 from tests.training import attached, on_disk, settings
 
@@ -40,7 +46,7 @@ def churn():
 
 
 def model_on(engine):
-    model = support.Deep(LAYERS).to(DEVICE)
+    model = Deep(LAYERS).to(DEVICE)
     if engine is not None:
         engine.attach(model)
     return model
@@ -108,8 +114,7 @@ def differs(run, host, disk, seed):
     eager = {"overlap": "eager", "subgroup_size": 20_000}
     section = eager if run is updated else {"enabled": False}
     config = settings(disk, host, optimizer=section, memory={"pinned": "4MiB"})
-    late = support.delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3))
-    with late, OffloadEngine(config) as engine:
+    with delays(seed, 100 * (seed % 3), 800 * ((seed + 1) % 3)), OffloadEngine(config) as engine:
         got = [tensor.cpu() for tensor in run(engine, seed)]
     return not all(map(torch.equal, got, [tensor.cpu() for tensor in run(None, seed)]))
 
@@ -142,9 +147,11 @@ def differs_where_replaced(disk, seed):
 
 
 SCENARIOS = [
-    *(partial(differs, gradients, host) for host in (None, "1GiB")),
+    partial(differs, gradients, None),
+    partial(differs, gradients, "1GiB"),
     partial(differs, gradients_after_a_dropped_pass, None),
-    *(too_much_memory, differs_where_replaced),
+    too_much_memory,
+    differs_where_replaced,
 ]
 OF_UPDATES = [partial(differs, updated, "1GiB")]
 
@@ -175,11 +182,15 @@ MUTANTS = {
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
         "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
-        "computation does not wait for the copy to the device": "compute.wait_event(copy.done)",
+        "the computation does not wait for the copy to the device": (
+            "compute.wait_event(copy.done)"
+        ),
         "the end of a copy to the device is recorded before it": recorded(
             "tensors, hosts, to_host=False", "done.record(incoming)"
         ),
-        "a host buffer is free before its copy ends": "self._loads.append((done, copies, hosts))",
+        "a host buffer is free before the copy out of it is over": (
+            "self._loads.append((done, copies, hosts))"
+        ),
         "loaded memory belongs to the incoming stream": (
             MEMORY + COPYING + f"        incoming.{WAITS}\n",
             COPYING + "        with using_stream(incoming):\n" + textwrap.indent(MEMORY, "    "),

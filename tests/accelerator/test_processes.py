@@ -49,9 +49,10 @@ def train(engine, device, sharded, eager, hook=lambda net: None):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
     net.to(device)
+    model = net
     if sharded:
         for part in (*net, net):
-            model = fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
+            fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
     else:
         model = DistributedDataParallel(net, bucket_cap_mb=0.05)
     optimizer = attached(engine, model, torch.optim.AdamW(net.parameters(), lr=1e-2))

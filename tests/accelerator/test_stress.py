@@ -20,8 +20,18 @@ from offload_strategy import OffloadEngine
 from offload_strategy.store.copy_engine import CopyEngine, CopyEngines
 from offload_strategy.torch_support.accelerator import current_stream, using_stream
 from tests import training
-from tests.accelerator import support
-from tests.accelerator.support import DEVICE, batch, delays, make, new_stream, sleep
+from tests.accelerator.support import (
+    DEVICE,
+    batch,
+    delays,
+    device_module,
+    loss_of,
+    make,
+    new_stream,
+    replaced_in_host_memory,
+    sleep,
+    stir,
+)
 from tests.training import attached, same_with_and_without, settings, weights
 
 SMALL = {"rows": 2, "length": 16}
@@ -32,6 +42,7 @@ SEEDS = int(os.environ.get("STRESS_SEEDS", "20"))
 
 @pytest.fixture
 def late_copies(monkeypatch):
+    """Every third copy begins late."""
     dice = random.Random(0)
 
     def late(original, direction):
@@ -49,6 +60,7 @@ def late_copies(monkeypatch):
     torch.accelerator.synchronize()
 
 
+# ---------------------------------------------------------------------- one thread
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
 def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host, overlap):
@@ -67,9 +79,9 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
         found = []
         for step in range(1000 if DEVICE == "cuda" else 30):
             torch.manual_seed(step)
-            loss = support.loss_of(model, step, **SMALL)
+            loss = loss_of(model, step, **SMALL)
             if step % 5 == 0:
-                support.stir()
+                stir()
             loss.backward()
             if step % 7 == 0:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -83,7 +95,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
                 training.on_disk(engine)
                 torch.accelerator.synchronize()
                 noted = sum(value.nbytes for each in found for value in each.values())
-                levels.append(support.device_module.memory_allocated() - noted)
+                levels.append(device_module.memory_allocated() - noted)
         return found
 
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
@@ -91,6 +103,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
     assert levels[-1] <= levels[1] + (1 << 20)
 
 
+# ---------------------------------------------------------------------- two streams
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
     """Forward on one, backward on another, as pipelines do."""
@@ -120,10 +133,11 @@ def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_host_buffer_is_overwritten_once_all_streams_have_read_it(late):
-    read, written = support.replaced_in_host_memory(CopyEngines(), late=late)
+    read, written = replaced_in_host_memory(CopyEngines(), late=late)
     assert (read.unique().tolist(), written.unique().tolist()) == ([1], [2])
 
 
+# ---------------------------------------------------------------------- two threads
 def train(model, optimizer, seed):
     """Three steps on a stream of their own."""
     device = next(model.parameters()).device

@@ -27,6 +27,7 @@ from tests.training import (
 )
 
 
+# ---------------------------------------------------------------------- the automatic budget
 class SlowPath:
     """A path that takes what it is told to."""
 
@@ -58,9 +59,10 @@ def step(saved, left, waited=0.0):
 def offer(budget, nbytes, trace, idle=None):
     """As the pack hook does."""
     trace.saved_bytes += nbytes
-    leaves = budget.admits(nbytes, trace, idle)
-    trace.left_bytes += nbytes * leaves
-    return leaves
+    if budget.admits(nbytes, trace, idle):
+        trace.left_bytes += nbytes
+        return True
+    return False
 
 
 def test_a_path_that_is_behind_gets_no_more():
@@ -211,6 +213,7 @@ def test_the_amount_is_told_once_when_it_has_settled(caplog):
     assert "300 MiB of 1000 MiB" in told
 
 
+# ---------------------------------------------------------------------- prefetching
 def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it():
     book, trace, again = UseOrderHistory(), Trace(), Trace()
     for made in (trace, again):
@@ -302,6 +305,7 @@ def test_a_step_without_all_of_its_backward_is_learned_from_as_well(engine):
     assert misses[0] > misses[-1] == 1
 
 
+# ---------------------------------------------------------------------- writes per day
 STEP_SECONDS = 60.0
 
 

@@ -16,6 +16,7 @@ from tests.activations.support import Calls, Saves, X, compare, noise, with_grad
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk, settings
 
 
+# ---------------------------------------------------------------------- what autograd notices
 class _ChangesSaved(torch.autograd.Function):
     """Its backward computes in place in what it saved."""
 
@@ -109,6 +110,7 @@ def test_a_backward_may_change_what_it_alone_has_saved(engine):
     compare(engine, Calls(lambda w: _ChangesSaved.apply(X @ w).sum()))
 
 
+# ---------------------------------------------------------------------- what kernels change
 #: Operators that write an argument which is neither changed in place (by its name) nor an `out=`,
 #: and that have a derivative.
 FILLED_LATE = {
@@ -151,6 +153,7 @@ def test_what_a_kernel_fills_after_it_was_saved(kind, engine):
     compare(engine, Calls(lambda w: (FILLED_LATE[kind](X @ w) * X).exp().sum()))
 
 
+# ---------------------------------------------------------------------- neighbours
 def _halves(w):
     with torch.no_grad():
         return (w @ X).unsafe_chunk(2, 1)
@@ -205,6 +208,7 @@ def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
     compare(engine, Calls(function))
 
 
+# ---------------------------------------------------------------------- what nobody can see
 HIDDEN = {
     "data": lambda y: y.data.add_(1),
     "numpy": lambda y: y.detach().numpy().fill(2),

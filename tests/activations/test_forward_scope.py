@@ -120,6 +120,7 @@ def test_two_threads_may_run_the_same_model(engine):
     assert moved(engine) > 0
 
 
+# ---------------------------------------------------------------------- hooks around ours
 #: What hooks of a user's own make of a saved tensor, and the tensor of that again.
 HOOKS = {
     "count": (lambda tensor: tensor, lambda packed: packed),

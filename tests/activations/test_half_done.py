@@ -24,6 +24,7 @@ from tests.training import activations_only, assert_same_bits, gradients, weight
 _PATIENCE_SECONDS = 20.0
 
 
+# ---------------------------------------------------------------------- a training that can fail
 #: What is raised at a place, once.
 _armed = {}
 
@@ -142,6 +143,7 @@ class Training:
         return numbers | weights(self.model)
 
 
+# ---------------------------------------------------------------------- how it fails
 def _fails(place, kind, training):
     _armed[place] = kind
     with pytest.raises(kind):

@@ -143,6 +143,7 @@ def test_gradients_are_the_same_with(name, engine):
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
+# ---------------------------------------------------------------------- views
 DATA = noise(1000, 8)
 
 
@@ -220,6 +221,7 @@ def test_the_options_say_what_leaves(disk, options, leave):
         assert_same_bits(gradients(model), grads)
 
 
+# ---------------------------------------------------------------------- what stays, and why
 def wrapper():
     """A tensor that consists of others, as those of libraries of quantization."""
     return TwoTensor(torch.randn(8, 8), torch.randn(8, 8))
@@ -254,6 +256,11 @@ def _given_up(_):
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def _inference():
+    with torch.inference_mode():
+        return torch.ones(4)
 
 
 def _wrapped():
@@ -312,7 +319,7 @@ KINDS = {
         "zeros that only say so": lambda m: torch._efficientzerotensor(4),
         "without its memory": _given_up,
     },
-    Stays.INFERENCE: {"of an inference": torch.inference_mode()(lambda m: torch.ones(4))},
+    Stays.INFERENCE: {"of an inference": lambda m: _inference()},
     Stays.TRANSFORM: {"what a transform wraps": lambda m: _wrapped()},
 }
 

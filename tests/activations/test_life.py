@@ -12,15 +12,22 @@ from torch import nn
 
 from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
-from tests import training
 from tests.activations.support import Calls, X, network, noise, with_gradients
-from tests.training import assert_same_bits, break_disk, gradients, left_bytes, on_disk
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    break_disk,
+    gradients,
+    left_bytes,
+    on_disk,
+)
 
 
 def tickets(engine):
     return engine._resources.store.live_tickets
 
 
+# ---------------------------------------------------------------------- ends of a graph
 def _sines(w):
     return (X @ w).exp().sin().cos().sum()
 
@@ -129,6 +136,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
     assert tickets(engine) == 0
 
 
+# ---------------------------------------------------------------------- when things end early
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
     model, expected = with_gradients(_sines, engine)
     stored = model()
@@ -192,7 +200,7 @@ def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, num
 
 
 def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
-    with training.activations_only(disk, host="96KiB") as engine:
+    with activations_only(disk, host="96KiB") as engine:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
@@ -205,6 +213,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
         loss.backward()
 
 
+# ---------------------------------------------------------------------- batches
 def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(engine, monkeypatch):
     # On a busy machine tiny writes are so slow that batches would be smaller.
     monkeypatch.setattr(TierWrites, "rate", lambda *_, **__: None)

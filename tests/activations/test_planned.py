@@ -22,6 +22,7 @@ LAYERS, ITEM = 10, 100 * MiB
 WAIT_SECONDS = 0.005
 
 
+# ---------------------------------------------------------------- a simulated training
 class Training:
     """Passes of one second a layer; items of the same kind have the same letter.
 
@@ -113,12 +114,14 @@ class Training:
         self.budget.learn(trace)
 
 
+# ---------------------------------------------------------------- what stays
 def test_all_leaves_until_there_is_a_plan_and_then_what_must():
     training = Training()
     assert not any(training.step())
     assert not any(training.step())
     # 985 MiB less the 500 beside them: four items of 100 MiB may stay, those that are used first.
     assert training.step() == [False] * 6 + [True] * 4
+    assert training.budget.plan is not None
     assert training.budget.plan.hidden
     assert training.peak_bytes() <= 1000 * MiB
     assert training.budget.deviations == 0
@@ -209,6 +212,7 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
     training = Training(None, speed=None, passes=3)  # 95 % of 2000 MiB
     assert all(training.step())
     assert training.budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
+    assert training.budget.profile is not None
     seen = 2 * LAYERS * ITEM / 30.0
     assert training.budget.profile.paths[0].write == pytest.approx(seen, rel=1e-3)
 
@@ -264,6 +268,7 @@ def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_
     assert all(Training(2000 * MiB, passes=3, file=items).step())
 
 
+# ---------------------------------------------------------------- overhead of I/O
 SAVED = 1000 * MiB
 SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
 
@@ -294,6 +299,7 @@ def test_overhead_is_the_slope_of_computing_over_what_is_moved():
     assert overhead(*noisy) == SLOPE
 
 
+# ---------------------------------------------------------------- an engine with a limit
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -333,6 +339,7 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
         assert figures["offload/activations/plan_peak_bytes"] > 0
         assert figures["offload/activations/plan_limit_bytes"] > 0
         assert figures["offload/activations/step_left_bytes"] == 0, "there is room for all"
+    assert profile is not None
     # Items have the names of the modules that save them.
     assert profile.tensors[0].name == "layers.0 float32[8, 256]", "the input"
     assert profile.tensors[1].name == "Net float32[8, 256]", "what tanh saves, outside the layers"

@@ -6,10 +6,18 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from offload_strategy import OffloadEngine
-from tests import training
 from tests.activations.test_planned import limited
 from tests.activations.zoo import ZOO, batch, build, loss_of
-from tests.training import activations_only, assert_same_history, in_turn, moved, on_disk
+from tests.training import (
+    activations_only,
+    assert_same_history,
+    gradients,
+    in_turn,
+    moved,
+    on_disk,
+    saved_storages,
+    weights,
+)
 
 pytest.importorskip("transformers")
 
@@ -46,11 +54,11 @@ def train(kind, model, schedule=ONCE, *, engine=None, wait=False, steps=3, forwa
             waiting.reverse()
         while waiting:
             waiting.pop(0).backward()
-        history.append({**numbers, **training.gradients(model)})
+        history.append({**numbers, **gradients(model)})
         optimizer.step()
         optimizer.zero_grad()
     assert all(torch.isfinite(value).all() for step in history for value in step.values())
-    history.append(training.weights(model))
+    history.append(weights(model))
     return history
 
 
@@ -60,9 +68,7 @@ def noting(saved, forward=loss_of):
     def noted(model, data):
         losses = []
         weights_of = [*model.parameters(), *model.buffers()]
-        saved.extend(
-            training.saved_storages(lambda: losses.append(forward(model, data)), weights_of)
-        )
+        saved.extend(saved_storages(lambda: losses.append(forward(model, data)), weights_of))
         return losses.pop()
 
     return noted
@@ -136,7 +142,8 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
     with activations_only(None if "host" in options else disk, **options) as engine:
         engine.attach(model)
         assert_same_history(train(kind, model, FORWARDS_FIRST, engine=engine), expected)
-        figures, prefix = engine.metrics(), "offload/activations"
+        figures = engine.metrics()
+        prefix = "offload/activations"
         saved, left = (figures[f"{prefix}/step_{what}_bytes"] for what in ("saved", "left"))
         assert 0 <= left <= saved
         if options["budget"] != "auto":

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 Batch = dict[str, Any]
 VOCABULARY = 64
 
-WIDE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2}
-WIDE |= {"num_attention_heads": 2, "intermediate_size": 32}
+# ---------------------------------------------------------------------- models of transformers
+WIDE: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
 DECODER: dict[str, Any] = {**WIDE, "vocab_size": VOCABULARY, "num_key_value_heads": 1}
 
 #: Model, config and its options, by name in the zoo.
@@ -54,6 +56,7 @@ def pretrained(kind: str) -> nn.Module:
     return model
 
 
+# ---------------------------------------------------------------------- models of our own
 class Checkpointable(nn.Module):
     """A model that runs its blocks as regions, which checkpointing may recompute."""
 
@@ -75,9 +78,13 @@ class Residual(nn.Module):
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
-        first = nn.Conv2d(width_in, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        second = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        self.body = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
+        self.body = nn.Sequential(
+            nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.short_cut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
             self.short_cut = nn.Sequential(
@@ -93,8 +100,12 @@ class ResNet(Checkpointable):
 
     def __init__(self, width: int = 8, classes: int = 5) -> None:
         super().__init__()
-        first = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.stem = nn.Sequential(*first, nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        )
         self.blocks = nn.ModuleList([Residual(width, width, 1), Residual(width, 2 * width, 2)])
         self.head = nn.Linear(2 * width, classes)
 
@@ -123,6 +134,7 @@ class LSTM(Checkpointable):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels[:, 1:].flatten())
 
 
+# ---------------------------------------------------------------------- all of them, and data
 OWN: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "LSTM": LSTM}
 ZOO = (*CONFIGS, *OWN)
 

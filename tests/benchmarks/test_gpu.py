@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import contenders as who
 from benchmarks.gpu import contests, programs
 from benchmarks.turns import Ended
-from tests.support import run_python
+from tests.module_map import ROOT
 
 CONTEST = contests.ACTIVATIONS[0]
 
@@ -25,10 +26,14 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path, disk):
     file = tmp_path / "found" / "sim.json"
     # What starts programs of its own is below.
     parts = [name for name in gpu.SHARES if name not in ("tests", "sanitizers")]
-    options = ["--device", "sim", "--brief", "--minutes", "20", "--dir", disk, "--json", file]
-    run_python("-m", "benchmarks.gpu", *options, "--only", *parts, timeout=280)
+    command = [
+        sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--brief", "--minutes", "20",
+        "--dir", str(disk), "--json", str(file), "--only", *parts,
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     found = json.loads(file.read_text())
-    assert {name: part["reason"] for name, part in found["parts"].items() if part["reason"]} == {}
+    problems = {name: part["reason"] for name, part in found["parts"].items() if part["reason"]}
+    assert problems == {}, run.stderr[-3000:]
     assert list(found["parts"]) == parts
     claims = [claim for part in found["parts"].values() for claim in part["claims"]]
     assert [one["name"] for one in claims if one["judged"] and not one["held"]] == []

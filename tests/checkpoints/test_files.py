@@ -248,8 +248,12 @@ def test_a_write_that_fails_leaves_the_previous_file(number, advice, at, target,
         write(self, view, offset)
 
     monkeypatch.setattr(files.PageFile, "write", fail)
-    message = number and rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
-    with pytest.raises(StorageError if number else KeyboardInterrupt, match=message):
+    if number is None:
+        expected = pytest.raises(KeyboardInterrupt)
+    else:
+        message = rf"'{target}': {os.strerror(number)} after .*{advice}.*intact"
+        expected = pytest.raises(StorageError, match=message)
+    with expected:
         save([torch.randn(5 * MiB) for _ in range(2)], target)
     monkeypatch.undo()
     assert_is_state(load(target))
@@ -307,7 +311,8 @@ def _save_for_ever(target):
 
 
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(target):
-    chance, halves = random.Random(0), 0
+    chance = random.Random(0)
+    halves = 0
     for _ in range(12):
         child = os.fork()
         if child == 0:

@@ -157,7 +157,7 @@ def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, mon
     assert "Traceback" not in output.err
 
 
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("rates_cache")
 def test_runs_and_plans_begin_with_what_was_measured(disk, tmp_path, ssd_offload):
     file = tmp_path / "bench.json"
     config = settings(disk)

@@ -33,6 +33,7 @@ def config(**sections):
 _CONFIG = config()
 
 
+# ---------------------------------------------------------------------------- the command
 @pytest.fixture
 def doctor(ssd_offload, monkeypatch):
     """Runs the command with a config; returns what it prints, of --json the checks by name."""
@@ -92,6 +93,7 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
     assert f"{disk}: space" in text
 
 
+# ---------------------------------------------------------------------------- the machine
 def memory(total, available, limit=None, processes=1):
     """The check of a machine with so many GiB, of which a process wants 16."""
     tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
@@ -155,7 +157,7 @@ def tree(root, files):
 
 
 UNLIMITED = "9223372036854771712"
-V1, V2, LIMIT = "sys/fs/cgroup/memory", "sys/fs/cgroup", "memory.limit_in_bytes"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
 
 @pytest.mark.parametrize(
@@ -168,10 +170,14 @@ V1, V2, LIMIT = "sys/fs/cgroup/memory", "sys/fs/cgroup", "memory.limit_in_bytes"
         ("0::/../other", {f"{V2}/memory.max": "60"}, 60),
         (
             "5:cpu:/x\n4:hugetlb,memory:/a",
-            {f"{V1}/a/{LIMIT}": "50", f"{V1}/{LIMIT}": UNLIMITED, f"{V2}/cpu/x/{LIMIT}": "1"},
+            {
+                f"{V1}/a/memory.limit_in_bytes": "50",
+                f"{V1}/memory.limit_in_bytes": UNLIMITED,
+                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1",
+            },
             50,
         ),
-        ("4:memory:/a", {f"{V1}/a/{LIMIT}": UNLIMITED}, None),
+        ("4:memory:/a", {f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
     ],
 )
 def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp_path):
@@ -185,7 +191,7 @@ def test_the_least_limit_of_the_memory_cgroups_counts(cgroup, limits, least, tmp
         ("0::/a", f"{V2}/a/memory.max", "file 7\nanon 30000000000\nshmem 1000000000\nanon_thp 5"),
         (
             "4:memory:/a",
-            f"{V1}/a/{LIMIT}",
+            f"{V1}/a/memory.limit_in_bytes",
             "rss 9\nshmem 9\ntotal_cache 8\ntotal_rss 30000000000\ntotal_shmem 1000000000",
         ),
     ],
@@ -259,6 +265,7 @@ def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     assert checks.check_gpu(tmp_path).status == WARNING
 
 
+# ---------------------------------------------------------------------------- paths
 def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
         found = [*check_path(disk, "nvme", direct=False)]

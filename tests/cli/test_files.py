@@ -18,9 +18,10 @@ from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.predicted_and_measured import Change
 from offload_strategy.telemetry import Direction
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("rates_cache")
 
 
+# ---------------------------------------------------------------------------- configs
 def test_show_prints_the_whole_config_with_defaults(ssd_offload, monkeypatch):
     shown = yaml.safe_load(ssd_offload("config", "show", "optimizer").out)
     assert OffloadConfig.load(shown) == OffloadConfig.load("optimizer")
@@ -53,6 +54,7 @@ def test_an_unknown_command_ends_with_status_2(words, ssd_offload):
     assert "usage: ssd-offload" in ssd_offload(*words.split(), status=2).err
 
 
+# ---------------------------------------------------------------------------- reports
 def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
     pytest.importorskip("plotly")
     file, page = tmp_path / "run.json", tmp_path / "page.html"
@@ -73,8 +75,8 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
     assert "engine.report().save" in said
 
 
-def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, monkeypatch):
-    nothing = f"Nothing is known of any path yet. It will be kept in {cache}."
+def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, rates_cache, monkeypatch):
+    nothing = f"Nothing is known of any path yet. It will be kept in {rates_cache}."
     assert nothing in ssd_offload("report").out
     date = "2026-01-02T03:04:05+00:00"
     rates = {
@@ -91,6 +93,7 @@ def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, mon
     assert "Nothing is kept of paths" in ssd_offload("report").out
 
 
+# ---------------------------------------------------------------------------- collection of garbage
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("imports_fail", [False, True])
 def test_garbage_collection_is_as_before(enabled, imports_fail, ssd_offload, monkeypatch):
@@ -111,7 +114,8 @@ def test_the_program_of_a_process_keeps_its_imports_from_collection(monkeypatch,
     monkeypatch.setattr(sys, "argv", ["ssd-offload", "config", "schema"])
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
-    assert (cli.program(), frozen) == (0, [True])
+    assert cli.program() == 0
+    assert frozen == [True]
     assert capsys.readouterr().out.startswith("{")
 
 

@@ -60,6 +60,7 @@ def plan(ssd_offload):
     return run
 
 
+# ------------------------------------------------------------------ three ways
 # What it prints of a named machine is in the documentation: tests/planner/test_figures.py.
 def test_a_model_is_described_by_options_or_a_config_of_hugging_face(plan, tmp_path):
     data = plan(f"{SMALL} {WORK} {MACHINE} --tflops 100 --json")
@@ -201,6 +202,7 @@ def test_of_a_cluster_only_what_is_shown_is_searched_and_once(more, plan, monkey
     assert len(asked) == 3 or "--search" not in more
 
 
+# ------------------------------------------------------------------ this machine
 def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, monkeypatch):
     seen = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=20 * GiB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -215,7 +217,7 @@ def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, 
     assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
 
 
-def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, cache):
+def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, rates_cache):
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
     assert [one.sources["read"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)
@@ -255,6 +257,7 @@ def test_the_cores_of_this_machine_are_measured():
     assert this_machine.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
 
 
+# ------------------------------------------------------------------ the search
 def test_what_drives_last_follows_from_what_is_written(plan, tmp_path):
     file = tmp_path / "found.yaml"
     words = f"--model gpt3-13b {WORK} --search --gpu a100-80g --ssd 2xP5510 --host-memory 24GiB"
@@ -309,11 +312,13 @@ def test_a_batch_of_auto_is_searched_and_what_changes_numbers_has_to_be_allowed(
     assert plain["overlap"] != allowed["overlap"] == "eager"
 
 
+# ------------------------------------------------------------------ the search on the CPU
 def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
     for words in (
         "billion parameters on the CPU with 1 x path and 1 GiB of memory",
-        *("| leaves memory |", "| memory | disk |"),
+        "| leaves memory |",
+        "| memory | disk |",
         "drives: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
         "| lifespan | the drive's rating is not known |",
         "cores: 150 GFLOPS",
@@ -345,6 +350,7 @@ def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, pla
     assert small["candidates"][0]["batch"] < large["candidates"][0]["batch"] == 8
 
 
+# ------------------------------------------------------------------ what is wrong
 RUN = f"{SMALL} {WORK} {MACHINE}"
 
 
@@ -360,7 +366,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{RUN} --update-rate 8e9 --read 0.5", "--update-rate, --read: no effect"),
         (f"{RUN} --duplex", "--duplex: no effect"),
         (
-            "gpt2 --gpu h100 --device-memory 1GB --write-plan x",
+            "gpt2 --gpu h100 --device-memory 1GiB --write-plan x",
             "--device-memory, --write-plan: for",
         ),
         ("gpt2 --layers 2 --gated", "--layers, --gated: for a kind"),

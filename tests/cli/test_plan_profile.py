@@ -50,6 +50,7 @@ def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(plan):
     assert CHECKPOINT in plan("--device-memory", "50MB", status=1)
 
 
+# ------------------------------------------------------------------ a script
 SCRIPT = """
 import sys
 import torch

@@ -1,3 +1,5 @@
-from tests.cli.conftest import _no_environment
+"""The tests of configs run without the user's environment."""
 
-__all__ = ["_no_environment"]
+from tests.support import no_environment
+
+__all__ = ["no_environment"]

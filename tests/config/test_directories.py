@@ -9,7 +9,13 @@ import psutil
 import pytest
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.config import OffloadConfig, TierConfig, directories
+from offload_strategy.config import (
+    OffloadConfig,
+    TierConfig,
+    default_directory,
+    directories,
+    is_memory_filesystem,
+)
 from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from tests.io.loop_devices import loop_disk
 from tests.module_map import ROOT
@@ -38,7 +44,7 @@ def test_the_default_directory_is_never_in_memory(kind, tmp_path, monkeypatch):
     there = tmp_path / "not" / "there"
     monkeypatch.setattr("tempfile.tempdir", str(there))
     monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
-    assert directories.default_directory() == (Path("/var/tmp") if kind == "tmpfs" else there)
+    assert default_directory() == (Path("/var/tmp") if kind == "tmpfs" else there)
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     assert OffloadConfig().tiers == [TierConfig(name="ssd", kind="ssd", path=tmp_path)]
 
@@ -68,9 +74,11 @@ def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
         places[2].parent.chmod(0o700 if os.getuid() == 0 else 0o000)
         Path(folder).chmod(0o755)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        said = run_python("-c", AS_ANOTHER_USER, *places, timeout=280, env=environment)
-        for place in (*places[:2], places[2].parent):
-            place.chmod(0o700)
+        try:
+            said = run_python("-c", AS_ANOTHER_USER, *places, timeout=280, env=environment)
+        finally:
+            for place in (*places[:2], places[2].parent):
+                place.chmod(0o700)
         reasons = 2 * ["not writable for this user"] + ["cannot be reached: Permission denied"]
         for place, told, reason in zip(places, said.splitlines(), reasons, strict=True):
             assert all(words in told for words in ("'nvme'", str(place), reason))
@@ -118,7 +126,7 @@ def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp
         link.symlink_to(disk.directory)
         assert file_system_of(link / "not" / "there") == FileSystem("ext4", rotational=None)
     if ("/dev/shm", "tmpfs") in {m[1:3] for m in psutil.disk_partitions(all=True)}:
-        assert directories.is_memory_filesystem("/dev/shm/not/yet/there")
+        assert is_memory_filesystem("/dev/shm/not/yet/there")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class SlowBackend(PacedBackend):
 
 @pytest.fixture
 def engine(disk, monkeypatch):
+    """Everything leaves, on a slow path."""
     monkeypatch.setattr(posix, "PosixBackend", SlowBackend)
     config = settings(disk, optimizer={"enabled": False}, io={"checksum": True})
     config["tiers"][0]["capacity"] = "512MiB"

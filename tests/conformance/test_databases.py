@@ -1,4 +1,8 @@
-"""torch's own samples of operators and modules, on a slow path, and its optimizers."""
+"""torch's own samples of operators and modules, and its optimizers with every option.
+
+Operators and modules run under activation offload on a slow path, whose writes begin late and whose
+reads end late.
+"""
 
 import itertools
 import logging
@@ -178,7 +182,9 @@ def test_an_optimizer_is_the_same(case, disk, caplog):
         in_memory = info.name in _IN_MEMORY or given.kwargs.get("differentiable")
         warned = [each for each in caplog.records if "stay in memory" in each.getMessage()]
         assert len(warned) == bool(in_memory)
-        has_states = any(v.dim() and not n.endswith(".") for n, v in plain[-1].items())
+        has_states = any(
+            not name.endswith(".") and value.dim() for name, value in plain[-1].items()
+        )
         assert (moved(engine, "optimizer") > 0) == (has_states and not in_memory)
 
 

@@ -82,7 +82,10 @@ def train(rank, how, tier, notes):
 
 
 def by_themselves(rank, directory, tier, ways):
-    """Ranks that no launcher looks after; their exit statuses, and the seconds until then."""
+    """Ranks that no launcher looks after; their exit statuses, and the seconds until then.
+
+    Their output goes to files.
+    """
     ranks = {}
     for how in ways:
         notes = directory / how
@@ -123,7 +126,11 @@ def restarted(rank, directory, tier):
 
 
 def train_on(engine, checkpoint, doomed):
-    """Train to the end, from the checkpoint if there is one; the doomed are killed between two."""
+    """Train to the end, from the checkpoint if there is one.
+
+    A rank is killed between two checkpoints; the ranks that torchrun starts again go on from the
+    last one.
+    """
     rank = dist.get_rank()
     saved = load(checkpoint) if checkpoint.exists() else None
     first = 0 if saved is None else saved["step"]

@@ -1,4 +1,7 @@
-"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states."""
+"""Data-parallel ranks: numbers and checkpoints of plain training; each has a part of the states.
+
+The ranks compare what they come to by themselves.
+"""
 
 import contextlib
 
@@ -99,8 +102,11 @@ def train(
     )  # fmt: skip
     if on_first and engine is not None:
         used.consolidate_state_dict()
-    states = used.state_dict() if rank == 0 or not on_first else {}
-    return {**found, "weights": weights(net), "states": states}
+    return {
+        **found,
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "states": used.state_dict() if rank == 0 or not on_first else {},
+    }
 
 
 STREAMED = {"enabled": True, "min_size": "4KiB"}

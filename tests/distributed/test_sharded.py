@@ -91,6 +91,7 @@ def train(
 
 
 FIRST_HALF, SECOND_HALF = range(STEPS // 2), range(STEPS // 2, STEPS)
+#: What is trained, and the overlaps with which.
 CASES = [
     ({}, ("commit", "eager", "off")),
     ({"accumulation": 3}, ("eager",)),

@@ -11,9 +11,17 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
-from tests import training
 from tests.conftest import our_threads
-from tests.training import assert_same_bits, attached, gradients, left_bytes, settings, weights
+from tests.training import (
+    assert_same_bits,
+    attached,
+    gradients,
+    in_turn,
+    left_bytes,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 
 def model():
@@ -51,6 +59,7 @@ def assert_trains_by_itself(net):
     assert_same_bits(gradients(net), gradients(twin))
 
 
+# ---------------------------------------------------------------------- attaching
 @pytest.fixture
 def engine(disk):
     with OffloadEngine(settings(disk)) as made:
@@ -139,6 +148,7 @@ def test_sections_that_are_off_change_nothing(disk):
     assert OffloadEngine(settings(disk, activations=off, optimizer=off)).attach(net) is None
 
 
+# ---------------------------------------------------------------------- the end
 @pytest.mark.parametrize("way", ["closed twice", "an exception in the block"])
 def test_closing_takes_every_hook_off(disk, way):
     engine = OffloadEngine(settings(disk))
@@ -210,15 +220,14 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
     assert our_threads() == set()
 
 
+# ---------------------------------------------------------------------- all of it together
 #: The capacity of host memory of configs that are no presets.
 BY_HAND = {"on disk": None, "both tiers": "4KiB"}
 
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    training.in_turn(
-        [*BY_HAND, "activations", "optimizer", "full"], [torch.float64, torch.float32]
-    ),
+    in_turn([*BY_HAND, "activations", "optimizer", "full"], [torch.float64, torch.float32]),
 )
 def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypatch):
     """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
@@ -254,5 +263,5 @@ def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypa
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))  # which presets use
     given = settings(disk, BY_HAND[config]) if config in BY_HAND else config
-    metrics = training.same_with_and_without(run, given)
+    metrics = same_with_and_without(run, given)
     assert config not in BY_HAND or left_bytes(metrics) > 0

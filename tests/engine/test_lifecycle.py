@@ -20,11 +20,20 @@ from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends import posix
-from tests import training
 from tests.distributed.ranks import run_ranks
 from tests.engine.test_engine import model, train, trained
 from tests.integrations.support import python, succeeded
-from tests.training import activations_only, assert_same_bits, moved, on_disk, settings, weights
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    attached,
+    gradients,
+    moved,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 BEGIN = """
 import os, sys, signal
@@ -52,6 +61,7 @@ print("ready", flush=True)
 """
 
 
+# ---------------------------------------------------------------------- ends of a process
 #: What follows, the exit status, and what the error says.
 ENDS = {
     "closed": ("engine.close()", 0, ""),
@@ -145,6 +155,7 @@ def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_pa
     assert found[-1]["output"].endswith("survived\n")
 
 
+# ---------------------------------------------------------------------- forks
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
@@ -155,7 +166,7 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
 
     def run(engine):
         net = model()
-        optimizer = training.attached(engine, net, AdamW(net.parameters(), 1e-2))
+        optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2))
         forks = {} if engine is None else {"num_workers": 2, "multiprocessing_context": "fork"}
         forks["persistent_workers"] = persistent and engine is not None
         loader = DataLoader(rows, batch_size=4, **forks)
@@ -166,15 +177,15 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
                 optimizer.step()
         return [weights(net)]
 
-    training.same_with_and_without(run, settings(disk, "2KiB"))
+    same_with_and_without(run, settings(disk, "2KiB"))
 
 
 @FORKS
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
 def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
-    batch = torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
         net, optimizer = trained(engine)
+        batch = torch.randn(4, 8)
         pending = net(batch).sum()
         on_disk(engine)
         child = os.fork()
@@ -195,6 +206,7 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
         optimizer.step()
 
 
+# ---------------------------------------------------------------------- copies
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
     expected, net = model(), model()
@@ -216,6 +228,7 @@ def test_a_copy_of_an_attached_model_trains_without_offload(disk, copied):
         assert moved(engine) + moved(engine, verb="forwarded") > before
 
 
+# ---------------------------------------------------------------------- other systems
 POORER = """
 import os, mmap
 os.environ.setdefault("USERNAME", "somebody")  # as such systems do
@@ -278,6 +291,7 @@ def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk):
     assert "does not offer. Use a tier of kind dram" in out
 
 
+# ---------------------------------------------------------------------- notebooks
 SET_UP = """
 import torch
 from torch import nn
@@ -359,7 +373,7 @@ def test_a_forward_pass_that_catches_an_interruption_ends_as_it_would(disk, inne
         (other if inner == "another engine" else engine).attach(model.inner)
         for each in (model, plain):
             each(torch.ones(2, 4)).sum().backward()
-        assert_same_bits(training.gradients(model), training.gradients(plain))
+        assert_same_bits(gradients(model), gradients(plain))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

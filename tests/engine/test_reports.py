@@ -22,10 +22,11 @@ from torch.optim import AdamW
 from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.engine.run_report import RunReport
 from offload_strategy.units import MiB
-from tests.engine.test_engine import model, train, trained
+from tests.engine.test_engine import model, train
 from tests.training import Block, on_disk, settings
 
 
+# ---------------------------------------------------------------------- metrics
 def contract_keys(tiers):
     """The keys that scripts outside of the project rely on."""
     moved = ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
@@ -127,14 +128,16 @@ def test_a_run_that_wears_its_drives_is_told_once(disk, caplog):
 def test_that_offload_is_not_needed_is_said_once(disk, caplog, monkeypatch, is_short):
     if is_short:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    net = model()
     with OffloadEngine(settings(disk)) as engine, caplog.at_level(logging.INFO, "offload_strategy"):
-        _ = trained(engine, 5)
+        train(net, engine.attach(net, AdamW(net.parameters())), 5)
     said = [text for text in caplog.messages if "not needed" in text]
     assert len(said) == (not is_short)
     for text in said:
         assert re.search(r"offload is not needed here: the .*iB that it moves would fit", text)
 
 
+# ---------------------------------------------------------------------- the report of a run
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 

@@ -45,7 +45,8 @@ def train(engine):
     optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = []
     for step in range(3):
-        loss = model(noise(32, 64, seed=step)).square().mean()
+        x = noise(32, 64, seed=step)
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,9 +59,10 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
     # Tickets of this model are small; stripe them all the same.
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
-    tiers = [ssd(place.name, place, capacity="64MiB") for place in places]
     if layout == "one tier":
         tiers = [ssd("nvme", places, capacity="64MiB")]
+    else:
+        tiers = [ssd(place.name, place, capacity="64MiB") for place in places]
     expected = train(None)
     with OffloadEngine(config(*tiers, io={"checksum": checksum})) as engine:
         got = train(engine)
@@ -114,6 +116,7 @@ def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_pa
     assert "optimizer" in {event["args"].get("client") for event in events if event["ph"] == "X"}
 
 
+# ---------------------------------------------------------------------- what is left open
 LIMIT = 512 * MiB
 WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of states
 
@@ -126,7 +129,8 @@ def network():
 
 def train_network(model, optimizer, batch, steps=2):
     for step in range(steps):
-        model(noise(batch, WIDTH, seed=step)).square().mean().backward()
+        x = noise(batch, WIDTH, seed=step)
+        model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

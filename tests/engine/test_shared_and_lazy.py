@@ -27,6 +27,7 @@ def assert_same_with_and_without(script, make, disk, overlap):
         assert left_bytes(figures, client) > 0
 
 
+# ---------------------------------------------------------------------- shared parameters
 def small_net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 1))
 
@@ -91,6 +92,7 @@ def test_optimizers_that_share_parameters_are_identical(script, disk, overlap, c
     assert len(warned) == (overlap != "off")
 
 
+# ---------------------------------------------------------------------- lazy modules
 class Lazy(nn.Module):
     """Lazy layers of several kinds, one that comes late, and one that nobody calls."""
 

@@ -24,7 +24,7 @@ from offload_strategy.units import MiB
 from tests.training import on_disk, settings
 
 measured_paths = sys.modules[MeasuredPaths.__module__]
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("rates_cache")
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
 
 
@@ -58,6 +58,7 @@ def seconds(found, name, which="observed"):
     return getattr(found.part(name), which)
 
 
+# ---------------------------------------------------------------------- one run
 @pytest.mark.parametrize(
     ("overlap", "passes"), [("commit", 1), ("eager", 1), ("off", 3), ("not offloaded", 1)]
 )
@@ -183,6 +184,7 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk):
     assert log() is None
 
 
+# ---------------------------------------------------------------------- from run to run
 def observe(monkeypatch, **rates):
     """Let every path of a run have been seen with such rates."""
 
@@ -251,9 +253,9 @@ def test_a_probe_that_was_wrong_is_corrected_by_half_and_not_repeated(tmp_path, 
 
 
 @pytest.mark.parametrize("trouble", ["no folder", "no cache"])
-def test_figures_that_cannot_be_kept_change_nothing_else(disk, cache, monkeypatch, trouble):
+def test_figures_that_cannot_be_kept_change_nothing_else(disk, rates_cache, monkeypatch, trouble):
     if trouble == "no folder":
-        cache.write_text("a file where the folder should be")
+        rates_cache.write_text("a file where the folder should be")
     else:
         monkeypatch.setenv(CACHE_VARIABLE, "")
     observe(monkeypatch, read=10e6, write=5e6)
@@ -263,4 +265,4 @@ def test_figures_that_cannot_be_kept_change_nothing_else(disk, cache, monkeypatc
             assert queue.bandwidth.rate(Direction.WRITE) is None
             train(engine, steps=1)
     assert load_all_rates() == []
-    assert cache.exists() == (trouble == "no folder")
+    assert rates_cache.exists() == (trouble == "no folder")

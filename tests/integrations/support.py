@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,17 +19,29 @@ STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """The environment of a fresh process: none of ours, no configs of the user's."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
-    own = {"HF_HOME": str(home / "hf"), "SSD_OFFLOAD_DIR": str(home), **variables}
-    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **own}
+    return {
+        **clean,
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SSD_OFFLOAD_DIR": str(home),
+        **variables,
+    }
 
 
 def python(
     *arguments: str, home: Path, variables: Mapping[str, str] | None = None, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in `home` and return what it wrote."""
-    options: Any = {"capture_output": True, "text": True, "timeout": timeout, "cwd": home}
-    env = environment(home, **(variables or {}))
-    return subprocess.run([sys.executable, *arguments], env=env, check=False, **options)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=home,
+        env=environment(home, **(variables or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def tensorboard_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

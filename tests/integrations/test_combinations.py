@@ -313,8 +313,9 @@ def _sharded(rank, combination, sections):
 
     model = make_model(combination)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    mixed = combination.precision == "bf16-mixed"
-    policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if mixed else ()))
+    policy = MixedPrecisionPolicy()
+    if combination.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
         if combination.compile != "no":
             block.compile(backend=combination.compile)

@@ -166,9 +166,14 @@ def launched_with(home, monkeypatch):
     """The variables that `accelerate launch` gives to a script, with both sections in its file."""
     config = {**zero(2), "train_micro_batch_size_per_gpu": BATCH}
     (home / "zero.json").write_text(json.dumps(config))
-    theirs = {"deepspeed_config_file": "zero.json", "zero3_init_flag": False}
-    sections = {"deepspeed_config": theirs, "ssd_offload_config": OFFLOAD, "use_cpu": False}
-    path = launch_file(home, "offload.yaml", distributed_type="DEEPSPEED", **sections)
+    path = launch_file(
+        home,
+        "offload.yaml",
+        distributed_type="DEEPSPEED",
+        use_cpu=False,
+        deepspeed_config={"deepspeed_config_file": "zero.json", "zero3_init_flag": False},
+        ssd_offload_config=OFFLOAD,
+    )
     given = {}
     monkeypatch.setattr("torch.distributed.run.run", lambda _: given.update(os.environ))
     launch(monkeypatch, "--config", path.name, "train.py")

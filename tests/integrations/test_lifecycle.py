@@ -151,7 +151,8 @@ def test_no_thread_outlives_fit(pl, tmp_path, monkeypatch):
         for name in ("one", "two"):
             run.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
             assert set(threading.enumerate()) <= before
-    run, trainer = runs[0], runs[0].trainer
+    run = runs[0]
+    trainer = run.trainer
     with monkeypatch.context() as patch:
         for method in ("move", "move_adjacent"):
             patch.setattr(PosixBackend, method, slowly(getattr(PosixBackend, method)))
@@ -192,7 +193,8 @@ def train_with_lightning(end):
     ready = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: print("ready", flush=True))
     options = {"max_steps": -1, "max_epochs": 2 if end == "workers" else -1}
     trainer = lightning_runs.make_trainer(pl, Path(), "ssd_offload", callbacks=[ready], **options)
-    loader = DataLoader(batches().dataset, batch_size=16, num_workers=2 * (end == "workers"))
+    workers = 2 if end == "workers" else 0
+    loader = DataLoader(batches().dataset, batch_size=16, num_workers=workers)
     trainer.fit(make_module(pl, fails_at=fails_at), loader)
 
 

@@ -158,6 +158,7 @@ def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
         lightning_runs.make_trainer(pl, tmp_path, strategy_class(other)())
 
 
+# ---------------------------------------------------------------------- streamed weights
 def streaming(overlap):
     return strategy_class("lightning.pytorch")({**STREAMED, "optimizer": {"overlap": overlap}})
 
@@ -220,6 +221,7 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
             assert torch.isfinite(parameter).all()
 
 
+# ---------------------------------------------------------------------- the command line
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "unmodified" / "lightning_cli.yaml"
 TIER = {"name": "host", "kind": "dram", "capacity": "1MiB"}
 OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}
@@ -233,9 +235,14 @@ def strategy_of_cli(pl, family, *arguments):
     """Parse a command line, make the Trainer that it asks for, and return its strategy."""
     pytest.importorskip("jsonargparse")
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    options = {"trainer_defaults": {**quiet, "accelerator": "cpu"}, "save_config_callback": None}
-    make = importlib.import_module(f"{family}.cli").LightningCLI
-    return make(type(make_module(pl)), args=list(arguments), run=False, **options).trainer.strategy
+    cli = importlib.import_module(f"{family}.cli").LightningCLI(
+        type(make_module(pl)),
+        args=list(arguments),
+        run=False,
+        save_config_callback=None,
+        trainer_defaults={**quiet, "accelerator": "cpu"},
+    )
+    return cli.trainer.strategy
 
 
 @lightning_runs.in_both_installs

@@ -93,9 +93,10 @@ def test_a_plugin_of_the_users_own_is_left_alone_and_one_around_another_is_aroun
     pl, family, tmp_path, lightnings_io
 ):
     own = type("Own", (lightnings_io,), {})()
-    given = strategy_class(family)(checkpoint_io=own)
-    for strategy, plugins in (("ssd_offload", [own]), (given, None)):
-        trainer = make_trainer(pl, tmp_path, strategy, plugins=plugins)
+    for trainer in (
+        make_trainer(pl, tmp_path, "ssd_offload", plugins=[own]),
+        make_trainer(pl, tmp_path, strategy_class(family)(checkpoint_io=own)),
+    ):
         assert trainer.strategy.checkpoint_io is own
 
     plugin = pl.plugins.AsyncCheckpointIO()

@@ -50,6 +50,8 @@ def fitted(name, behaviour=Behaviour, module=None, refused=None, before_training
         return session.outcome(*session.fit(session.module(behaviour, **module or {}), **options))
 
 
+# ---------------------------------------------------------------------- precision
+
 for _precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
     fitted(f'`precision="{_precision}"`', precision=_precision)
 
@@ -63,6 +65,9 @@ def _half_mixed(session):
     trainer, module = session.fit(plugins=[plugin], max_steps=30)
     assert scaler.get_scale() < 2.0**40
     return session.outcome(trainer, module, scale=scaler.get_scale())
+
+
+# ---------------------------------------------------------------------- optimization
 
 
 class _Adversarial(Behaviour):
@@ -134,6 +139,8 @@ class _Plateau(Behaviour):
 fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
 
 
+# ---------------------------------------------------------------------- the Trainer's options
+
 fitted("`overfit_batches`", overfit_batches=3)
 fitted("`fast_dev_run`", fast_dev_run=3)
 limits = {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
@@ -187,6 +194,9 @@ def _interrupt(session):
     trainer.save_checkpoint(session.root / "interrupted.ckpt")
     ended = session.fit(ckpt_path=session.root / "interrupted.ckpt")
     return session.outcome(*ended, before=module.losses, interrupted=trainer.interrupted)
+
+
+# ---------------------------------------------------------------------- callbacks
 
 
 def with_callback(kind, arguments=None, name=None, **options):
@@ -309,6 +319,9 @@ def _summary(session):
     return session.outcome(trainer, module, shown=shown, after=str(ModelSummary(module, -1)))
 
 
+# ---------------------------------------------------------------------- loggers and profilers
+
+
 @feature("`LearningRateMonitor`, `DeviceStatsMonitor`, `ThroughputMonitor`, several loggers")
 def _loggers(session):
     pl = session.pl
@@ -362,19 +375,20 @@ profiled("AdvancedProfiler", _in_file)
 profiled("PyTorchProfiler", lambda it, root: bool(it.function_events), export_to_chrome=False)
 
 
+# ---------------------------------------------------------------------- every one of them
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
-@quiet()
 def test_a_feature_is_identical_or_refused(feature, tmp_path):
-    expected = feature.run(Session(tmp_path, None))
+    expected = _run(feature, Session(tmp_path, None))
     verdicts = []
     for overlap in ("commit", "eager"):
         session = Session(tmp_path, overlap)
         if overlap == "eager" and feature.refused_with_eager is not None:
             with pytest.raises(OffloadError, match=feature.refused_with_eager):
-                feature.run(session)
+                _run(feature, session)
             begun = sum(len(module.losses) for module in session.modules)
             # Of a step, which has two micro-batches at most.
             assert begun in ([0] if feature.before_training else [1, 2])
@@ -382,11 +396,17 @@ def test_a_feature_is_identical_or_refused(feature, tmp_path):
             torch.ones(1, requires_grad=True).sum().backward()
             verdicts.append("refused" if feature.before_training else "refused in the first step")
             continue
-        assert_same_state_dict(feature.run(session), expected, in_order=False)
+        assert_same_state_dict(_run(feature, session), expected, in_order=False)
         for client in ("activations", "optimizer"):
             assert (session.moved_bytes(client) > 0) == feature.trains
         verdicts.append("identical" if feature.trains else "identical; nothing is moved")
-    assert f"| {feature.name} | {' | '.join(verdicts)} |" in DOCUMENT.read_text().splitlines()
+    row = f"| {feature.name} | {' | '.join(verdicts)} |"
+    assert row in DOCUMENT.read_text().splitlines()
+
+
+def _run(feature, session):
+    with quiet():
+        return feature.run(session)
 
 
 def test_the_document_has_the_features_that_are_tried_and_no_others():

@@ -131,10 +131,11 @@ def train(rank, name, way, tier):
 
 
 def check_refusals(rank, tier):
-    divided = "scale_grads=False.*overlap: commit", "1F1B", Way("eager")
     together = Way("eager", divides=False, together=True)
-    shared = "optimizer for each stage", "interleaved 1F1B", together
-    for message, name, way in (divided, shared):
+    for message, name, way in (
+        ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
+        ("optimizer for each stage", "interleaved 1F1B", together),
+    ):
         pipeline = Pipeline(rank, name, way, tier)
         with pipeline.engine, pytest.raises(ConfigError, match=message):
             follow_schedule(pipeline.engine, pipeline.schedule)
@@ -168,7 +169,8 @@ def every_schedule(rank, directory):
                 # Of a step, only what is asked for first of all was not fetched ahead of anything.
                 # But the last stage goes back at once after each forward: what it has just saved
                 # is asked for.
-                assert missed[-3:] == [1 if name == "GPipe" or rank == 0 else 4] * 3
+                most = 1 if name == "GPipe" or rank == 0 else 4
+                assert missed[-3:] == [most] * 3
     assert list(tier.iterdir()) == []
 
 

@@ -29,10 +29,17 @@ def make_trainer(root, **options):
     shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = {"gradient_accumulation_steps": 3, **options}
-    # 13 batches an epoch: the last group has one.
-    options |= {"use_cpu": True, "per_device_train_batch_size": 4, "max_grad_norm": 1.0}
-    options |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    arguments = TrainingArguments(str(root), **options)
+    arguments = TrainingArguments(
+        str(root),
+        use_cpu=True,
+        per_device_train_batch_size=4,  # 13 batches an epoch: the last group has one
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
     model = GPT2LMHeadModel(GPT2Config(**shape, **quiet))
     return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
 
@@ -54,7 +61,8 @@ def train_twice_and_resume(root):
 
     options = {"gradient_checkpointing": True, "max_steps": 6}
     saving = make_trainer(root, **options)
-    saving.args.save_strategy, saving.args.save_steps = "steps", 4
+    saving.args.save_strategy = "steps"
+    saving.args.save_steps = 4
     saving.train()
     resumed = make_trainer(root, **options)
     resumed.train(resume_from_checkpoint=str(root / "checkpoint-4"))
@@ -101,8 +109,8 @@ WRITTEN = "offload/optimizer/written_bytes"
 def mlflow_reporter():
     """The callback of Transformers, over an MLflow that only notes its calls."""
     callback = MLflowCallback.__new__(MLflowCallback)
-    callback._initialized, callback._ml_flow = True, mock.Mock()
-    callback._async_log = callback._auto_end_run = False
+    callback._initialized, callback._async_log, callback._auto_end_run = True, False, False
+    callback._ml_flow = mock.Mock()
     return callback
 
 

@@ -48,10 +48,14 @@ class HostMemory:
         return set(self._map[: self._start]) | set(self._map[self._start + self.nbytes :])
 
 
+Memory = HostMemory
+"""Or what has its attributes."""
+
+
 class Outcome:
     """How a request ends, and how often it says so."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory  # alive as long as the request
         self.errors: list[BaseException | None] = []
         self._over = threading.Event()
@@ -67,7 +71,7 @@ class Outcome:
 
 
 def begin(
-    backend: Backend, fd: int, memory: HostMemory, *, write: bool, offset: int = 0, **options: Any
+    backend: Backend, fd: int, memory: Memory, *, write: bool, offset: int = 0, **options: Any
 ) -> Outcome:
     """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
@@ -91,7 +95,7 @@ class Conformance:
     def name(self):
         raise NotImplementedError
 
-    def memory(self, nbytes: int, misalignment: int = 0) -> Any:
+    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
         return HostMemory(nbytes, misalignment)
 
     def reports_failed_writes(self, backend: Backend) -> bool:

@@ -15,10 +15,15 @@ from tests.support import raising, run_python
 AVAILABLE = available_backends()
 #: Set to 1 to try DeepSpeed's backend as well, where it can run.
 DEEPNVME_VARIABLE = "SSD_OFFLOAD_TEST_DEEPNVME"
+#: As `AVAILABLE`, but for what takes minutes to compile and is not asked for.
 TRIED = dict(AVAILABLE)
 if AVAILABLE["deepnvme"] is None and os.environ.get(DEEPNVME_VARIABLE) != "1":
-    TRIED["deepnvme"] = f"it takes minutes to compile; set {DEEPNVME_VARIABLE}=1 to try it"
-needs_deepnvme = pytest.mark.skipif(TRIED["deepnvme"] is not None, reason=str(TRIED["deepnvme"]))
+    TRIED["deepnvme"] = (
+        f"to compile DeepSpeed's operators takes minutes; set {DEEPNVME_VARIABLE}=1 to try them"
+    )
+needs_deepnvme = pytest.mark.skipif(
+    TRIED["deepnvme"] is not None, reason=f"deepnvme: {TRIED['deepnvme']}"
+)
 # The first test of all waits until DeepSpeed's operators are compiled.
 pytestmark = pytest.mark.timeout(900)
 

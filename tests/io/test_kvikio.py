@@ -158,7 +158,8 @@ def test_a_descriptor_that_is_used_again_is_another_file(library, backend, tmp_p
     for content in (b"1", b"2"):
         path = tmp_path / content.decode()
         path.write_bytes(content * PAGE_BYTES)
-        fd, memory = os.open(path, os.O_RDONLY), device_memory(library, PAGE_BYTES)
+        fd = os.open(path, os.O_RDONLY)
+        memory = device_memory(library, PAGE_BYTES)
         assert begin(backend, fd, memory, write=False).get() is None
         assert memory.data == content * PAGE_BYTES
         os.close(fd)

@@ -116,9 +116,11 @@ def test_a_lock_that_cannot_be_released_is_given_up(disk, monkeypatch):
     broken.close()
 
 
-def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_dies(lock, disk):
-    # A process of another path does not count.
-    first, second, elsewhere = (Other(place) for place in (disk, disk, disk.parent))
+def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_dies(
+    lock, disk, tmp_path
+):
+    (tmp_path / "elsewhere").mkdir()  # a process of another path does not count
+    first, second, elsewhere = (Other(place) for place in (disk, disk, tmp_path / "elsewhere"))
     assert [each.answer() for each in (first, second, elsewhere)] == ["ready"] * 3
     until(lambda: lock.others() == 2)
     first.call("acquire")

@@ -53,7 +53,8 @@ def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_e
 
 def test_the_file_grows_in_large_steps(disk, monkeypatch):
     monkeypatch.setattr(region_module, "GROWTH_BYTES", 8 * MiB)
-    region, sizes = Region(disk, "nvme", capacity=30 * MiB), []
+    region = Region(disk, "nvme", capacity=30 * MiB)
+    sizes = []
     for _ in range(30):
         assert region.allocate(1 * MiB) is not None
         sizes.append(os.fstat(region.fd).st_size // MiB)
@@ -123,8 +124,12 @@ def test_direct_io_is_used_unless_it_is_not_wanted(disk, caplog, direct):
     region.close()
 
 
-@pytest.mark.parametrize("how", ["at open", "at a write", "by a short write", "no such flag"])
-def test_where_direct_io_is_refused_auto_warns_once_and_true_fails(disk, monkeypatch, caplog, how):
+@pytest.mark.parametrize(
+    "how", ["at open", "at the first write", "by a short write", "no such flag"]
+)
+def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
+    disk, monkeypatch, caplog, how
+):
     real_fcntl, direct = fcntl.fcntl, os.O_DIRECT
     refuse = raising(OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
 
@@ -136,7 +141,7 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_fails(disk, monkeyp
     elif how == "at open":
         monkeypatch.setattr(fcntl, "fcntl", fcntl_)
     else:
-        monkeypatch.setattr(os, "pwrite", refuse if how == "at a write" else lambda *_: 512)
+        monkeypatch.setattr(os, "pwrite", refuse if how == "at the first write" else lambda *_: 512)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     assert not region.direct

@@ -137,6 +137,7 @@ def test_bytes_of_states_are_known_and_all_that_is_moved(kind, dtype, precision,
             assert moved(engine, "optimizer") == pytest.approx(step * expected, rel=error)
 
 
+# ---------------------------------------------------------------------- real updates
 NOISY = {
     "draws": (noise, "draws random numbers"),
     "couples": (coupled, "when others are there"),

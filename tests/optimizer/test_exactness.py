@@ -11,9 +11,20 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from tests.optimizer import runs
 from tests.optimizer.custom_optimizers import twisted
-from tests.optimizer.runs import EVERY_OVERLAP, OPTIMIZERS, Run, adamw, compare, loss_of, steps
+from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OPTIMIZERS,
+    OVERLAPS,
+    Run,
+    WideNet,
+    adamw,
+    compare,
+    loss_of,
+    make_layers,
+    offloading,
+    steps,
+)
 from tests.training import in_turn
 
 
@@ -41,11 +52,12 @@ def test_six_steps_of(name, host, overlap, disk):
         assert metrics["offload/tier/host/used_bytes"] > 0
 
 
+# ---------------------------------------------------------------------- other kinds of parameters
 def _two_at_once(dtype):
     """Two optimizers that share a chain of layers in one dtype."""
 
     def script(run):
-        run.model = runs.make_layers(4, 6).to(dtype)
+        run.model = make_layers(4, 6).to(dtype)
         weights = list(run.model.parameters())
         inner = AdamW(weights[:2], 1e-2), SGD(weights[2:], 1e-2, momentum=0.9)
         optimizers = [run.wrap(optimizer) for optimizer in inner]
@@ -104,7 +116,7 @@ def _sparse_model():
     return model
 
 
-@pytest.mark.parametrize("overlap", runs.OVERLAPS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
     def script(run):
         model = _sparse_model()
@@ -118,10 +130,11 @@ def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap, disk):
             optimizer.step()
 
     script(Run())
-    with runs.offloading(disk, overlap) as engine:
+    with offloading(disk, overlap) as engine:
         script(Run(None, engine))
 
 
+# ---------------------------------------------------------------------- orders of doing things
 def _accumulate(hint):
     """Accumulate over micro-batches; `hint` gets the number of each, and whether it is the last."""
 
@@ -255,6 +268,7 @@ def _graph_over_gradients(run):
         loss_of(model, number + 1).backward(create_graph=True)
         penalty = sum(p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None)
         model.zero_grad()
+        assert isinstance(penalty, torch.Tensor)
         penalty.backward()
         run.step()
 
@@ -262,8 +276,10 @@ def _graph_over_gradients(run):
 def _loss_of_gradients(run):
     run.backward(0)
     gradient = run.model.first.weight.grad
+    assert gradient is not None
     weight = torch.full((), 0.5, requires_grad=True)
     (weight * gradient).pow(2).sum().backward()
+    assert weight.grad is not None
     run.note(weight.grad)
     loss = (weight * gradient).sum()
     gradient.mul_(2)
@@ -300,15 +316,23 @@ SCRIPTS = {
 
 #: Scripts that neither read nor change gradients, and step after every last backward.
 EAGER_SCRIPTS = [
-    *("accumulation with hints", "non-reentrant checkpoints", "closures"),
-    *("one gradient set by hand", "freezing and unfreezing", "two optimizers that alternate"),
+    "accumulation with hints",
+    "non-reentrant checkpoints",
+    "closures",
+    "one gradient set by hand",
+    "freezing and unfreezing",
+    "two optimizers that alternate",
 ]
 
 
-OTHERS = [*in_turn(SCRIPTS, ["off", "commit, on the disk"]), *product(EAGER_SCRIPTS, ["eager"])]
-
-
-@pytest.mark.parametrize(("name", "overlap"), [*product(SCRIPTS, ["commit"]), *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        *((name, "commit") for name in SCRIPTS),
+        *in_turn(SCRIPTS, ["off", "commit, on the disk"]),
+        *((name, "eager") for name in EAGER_SCRIPTS),
+    ],
+)
 def test_the_same_numbers_with(name, overlap, disk, request):
     if overlap == "commit, on the disk":
         request.getfixturevalue("gradients_leave")
@@ -316,6 +340,7 @@ def test_the_same_numbers_with(name, overlap, disk, request):
     compare(SCRIPTS[name], adamw, disk, overlap)
 
 
+# ---------------------------------------------------------------------- slices of parameters
 def _whole_norm(o, g, p, s):
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
     return p.grad - p.grad / p.grad.norm()
@@ -337,9 +362,13 @@ ELEMENTWISE = [
     *("AdamW fused", "AdamW foreach", "AdamW per tensor", "NAdam", "Adamax foreach groups"),
     *("Adagrad", "Rprop", "SGD momentum", "RMSprop centered foreach", "ASGD"),
 ]
-WHOLE = {"Adafactor": OPTIMIZERS["Adafactor"]}
-for _twist in (_whole_norm, _odd_blocks, _projects_matrices):
-    WHOLE[_twist.__name__] = lambda m, twist=_twist: twisted(twist)(list(m.parameters()))
+WHOLE = {
+    "Adafactor": OPTIMIZERS["Adafactor"],
+    **{
+        twist.__name__: lambda model, twist=twist: twisted(twist)(list(model.parameters()))
+        for twist in (_whole_norm, _odd_blocks, _projects_matrices)
+    },
+}
 
 
 @pytest.mark.parametrize(("name", "overlap"), in_turn([*ELEMENTWISE, *WHOLE], EVERY_OVERLAP))
@@ -354,5 +383,5 @@ def test_parameters_are_sliced_where_that_gives_the_same_bits(name, overlap, dis
             assert sliced > 20 if name in ELEMENTWISE else sliced == 0
 
     #: Rows of them are no multiple of anything.
-    options = {"make_model": partial(runs.WideNet, 37, 1000, 331), "subgroup_size": 3000}
+    options = {"make_model": partial(WideNet, 37, 1000, 331), "subgroup_size": 3000}
     compare(script, {**OPTIMIZERS, **WHOLE}[name], disk, overlap, **options)

@@ -39,6 +39,7 @@ def _stored(model):
     return [isinstance(g.backing._source, StoredGradient) for g in gradients]
 
 
+# ---------------------------------------------------------------------- new weights
 _WIDTH = 64
 
 
@@ -97,6 +98,7 @@ def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, mo
         assert_same_bits(weights(offloaded), weights(trained(None, lambda model: None)))
 
 
+# ---------------------------------------------------------------------- gradients
 _WIDE = 600  # a weight of 1.4 MB
 
 
@@ -140,6 +142,7 @@ def test_the_tiers_must_have_room_for_gradients(disk):
         engine.attach(model, adamw(model))
 
 
+# ---------------------------------------------------------------------- idle buffers
 #: What passes need is remembered for eight of them.
 _WARM_UP, _STEPS = 8, 12
 
@@ -167,7 +170,8 @@ def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, dis
     monkeypatch.setattr(idle, "resident_bytes", resident_bytes)
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
     give_room_for_new_weights(monkeypatch, True)
-    given_back, give_back = [], Arena._give_back
+    given_back = []
+    give_back = Arena._give_back
 
     def noted(arena, block):
         given_back.append(block)

@@ -59,6 +59,7 @@ def test_what_is_in_host_memory_stays_there(overlap, disk):
         assert {later - earlier for earlier, later in pairwise(written)} == {2 * 2 * 64 * 4}
 
 
+# ---------------------------------------------------------------------- eager
 #: `gradients/test_life.py` has the operators, that of loss scalers among them.
 def test_gradients_that_were_used_are_refused_from_the_first_step(disk):
     with offloading(disk, "eager") as engine:
@@ -113,6 +114,7 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         assert engine._resources.pool.usage().lent_bytes == 0
 
 
+# ---------------------------------------------------------------------- clipping and loss scaling
 STEPS = 14
 
 
@@ -220,7 +222,8 @@ def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
             loss = loss_of(run.model, number)
             scaler.scale(loss).backward()
             if number in overflows:
-                gradient = run.model.first.weight.grad  # which is held on to
+                gradient = run.model.first.weight.grad  # held on to past the step, as users may
+                assert gradient is not None
                 gradient[0, 0] = float("inf")
             if clip is not None:
                 scaler.unscale_(run.optimizer)

@@ -59,6 +59,7 @@ class Reference:
     @torch.no_grad()
     def step(self):
         for parameter, master in self.pairs:
+            assert parameter.grad is not None
             # Where somebody has changed the weight, it counts; elsewhere the copy has more bits.
             changed = master.to(parameter.dtype) != parameter
             master.data[changed] = parameter[changed].to(master.dtype)
@@ -83,6 +84,8 @@ class Reference:
 def of(model, optimizer):
     return snapshot(model, optimizer, gradients=False)
 
+
+# ---------------------------------------------------------------------- exactness
 
 #: Dtypes of weights, and options.
 SECTIONS = [
@@ -161,6 +164,7 @@ def test_loading_casts_states_as_a_plain_optimizer_does(name, own, stored, disk)
         assert_same_bits(of(model, optimizer), of(plain, expected))
 
 
+# ---------------------------------------------------------------------- stochastic rounding
 def _rounded(value, update, count=4096):
     stored = torch.empty(count, dtype=torch.bfloat16)
     copy_rounded(stored, torch.full((count,), value), torch.Generator().manual_seed(update))

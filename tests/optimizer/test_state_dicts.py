@@ -10,9 +10,20 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy.errors import ConfigError
-from tests.optimizer import runs
 from tests.optimizer.custom_optimizers import QUANTIZED
-from tests.optimizer.runs import OPTIMIZERS, Run, adamw, assert_same_state_dict, offloading, steps
+from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OPTIMIZERS,
+    OVERLAPS,
+    Run,
+    WideNet,
+    adamw,
+    assert_same_state_dict,
+    make_layers,
+    make_net,
+    offloading,
+    steps,
+)
 from tests.training import assert_same_bits, assert_same_history, attached, bits, in_turn
 
 MAKE = {
@@ -50,13 +61,13 @@ def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
 
 @pytest.mark.parametrize(
     ("name", "overlap", "pending", "through_a_file"),
-    in_turn(MAKE, runs.EVERY_OVERLAP, [True, *[False] * 4, True], [True, True, False, False]),
+    in_turn(MAKE, EVERY_OVERLAP, [True, *[False] * 4, True], [True, True, False, False]),
 )
 @pytest.mark.usefixtures("uncompiled")
 def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
     """Plain, offloaded, and changing over in the middle: all the same."""
     quantized = name in QUANTIZED
-    make_model = runs.WideNet if quantized else runs.make_net
+    make_model = WideNet if quantized else make_net
 
     def new_run(engine=None):
         return Run(MAKE[name], engine, overlap == "eager", make_model)
@@ -98,7 +109,7 @@ def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
         assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("overlap", runs.OVERLAPS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_the_state_reads_like_a_dictionary(overlap, disk):
     plain = Run(adamw)
     with offloading(disk, overlap) as engine:
@@ -117,13 +128,14 @@ def test_the_state_reads_like_a_dictionary(overlap, disk):
         assert "anything" not in states
 
 
+# ---------------------------------------------------------------------- quantized states
 def test_updates_are_compiled_once(disk, monkeypatch):
     # Inductor takes many seconds for each graph.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled = torch._dynamo.utils.counters["stats"]
 
     def train(engine=None):
-        model = runs.make_layers(2, 64)
+        model = make_layers(2, 64)
         optimizer = attached(engine, model, QUANTIZED["torchao AdamW8bit"](model))
         history = []
         for step in range(5):
@@ -134,7 +146,7 @@ def test_updates_are_compiled_once(disk, monkeypatch):
         return history, optimizer
 
     plain, plain_optimizer = train()
-    for overlap in runs.EVERY_OVERLAP:
+    for overlap in EVERY_OVERLAP:
         with offloading(disk, overlap) as engine:
             offloaded, optimizer = train(engine)
             assert [each[:-1] for each in offloaded] == [each[:-1] for each in plain]
@@ -152,7 +164,7 @@ def _assert_refused(disk, model, optimizer, reason, **section):
 
 @pytest.mark.parametrize("name", ["momentum", "torchao AdamW8bit", "bitsandbytes AdamW8bit"])
 def test_quantized_states_are_not_rounded_once_more(name, disk):
-    model = runs.WideNet()
+    model = WideNet()
     reason = r"quantizes its states itself.*state_dtype.*float32"
     _assert_refused(disk, model, QUANTIZED[name](model), reason, state_dtype="bfloat16")
 
@@ -168,13 +180,13 @@ def test_random_rounding_is_refused(disk):
     _assert_refused(disk, model, optimizer, "draws random numbers")
 
 
-@pytest.mark.parametrize("overlap", runs.EVERY_OVERLAP)
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 def test_parameters_may_override_settings(overlap, disk):
     """Transformers does that for embeddings, whose states then have 32 bits."""
     manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
 
     def overridden(engine=None):
-        run = Run(QUANTIZED["bitsandbytes AdamW8bit"], engine, overlap == "eager", runs.WideNet)
+        run = Run(QUANTIZED["bitsandbytes AdamW8bit"], engine, overlap == "eager", WideNet)
         manager.initialize()
         manager.register_module_override(run.model.embedding, "weight", {"optim_bits": 32})
         manager.override_config(run.model.first.weight, "lr", 1e-4)

@@ -229,6 +229,7 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
         assert type(engine.attach(None, Final(make_net().parameters(), 0.1))) is OffloadedOptimizer
 
 
+# ---------------------------------------------------------------------- when things go wrong
 @contextmanager
 def _update_fails(monkeypatch, call, error):
     """Have one of the calls of the user's class fail, counted from 0."""

@@ -1,4 +1,7 @@
-"""Accelerate's own test scripts, launched as its tests do, but those for GPUs and for FSDP 1."""
+"""Accelerate's own test scripts, launched as its tests launch them, in one process and in two.
+
+Those for GPUs and for FSDP version 1 are left out.
+"""
 
 import subprocess
 import sys

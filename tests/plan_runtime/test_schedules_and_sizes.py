@@ -72,6 +72,7 @@ def test_without_streamed_weights_there_is_no_plan(disk):
 @pytest.mark.parametrize(
     ("parameters", "each", "memory", "expected"),
     [
+        # As the model is large.
         (1000, 8.0, 64 * GiB, 1 << 18),
         (10_000_000, 8.0, 64 * GiB, 1 << 19),
         (50_000_000, 8.0, 64 * GiB, 1 << 21),

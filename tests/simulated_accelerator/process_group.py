@@ -31,6 +31,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def at_once(collective: Callable[[], None], number: int) -> None:
+    """Run a collective when its stream comes to it."""
     collective()
 
 

@@ -78,10 +78,15 @@ class Client:
 
     def put(self, replaces: Ticket | None = None) -> None:
         payload, content = self._payload()
-        names = ("whole_pages", "one_block_at_a_time")
-        hints: dict[str, Any] = {name: bool(self.world.random.randrange(2)) for name in names}
-        world = self.world
-        ticket = world.store.put(payload, "optimizer", world.tiers, replaces=replaces, **hints)
+        hints = [bool(self.world.random.randrange(2)) for _ in range(2)]
+        ticket = self.world.store.put(
+            payload,
+            "optimizer",
+            self.world.tiers,
+            whole_pages=hints[0],
+            one_block_at_a_time=hints[1],
+            replaces=replaces,
+        )
         self.mine[ticket] = content
 
     def put_many(self) -> None:

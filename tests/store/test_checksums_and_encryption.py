@@ -88,7 +88,9 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, 
 
 
 # ---------------------------------------------------------------------- encryption
-needs_cryptography = pytest.mark.skipif(not find_spec("cryptography"), reason="not installed")
+needs_cryptography = pytest.mark.skipif(
+    not find_spec("cryptography"), reason="the extra 'encryption' is not installed"
+)
 
 
 @pytest.fixture(scope="module")

@@ -74,16 +74,22 @@ class Pair:
         assert self.offloaded.is_contiguous() == self.plain.is_contiguous()
 
 
+@dataclass
+class Raised:
+    """An act that failed."""
+
+    kind: type[BaseException]
+
+
 def forbid_loading(offloaded: OffloadedGradient, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(offloaded.backing, "_load", lambda: pytest.fail("the values were loaded"))
 
 
 def outcome(act: Callable[[Any], Any], subject: Any) -> Any:
-    """What it gives, or the class of its error."""
     try:
         return act(subject)
     except Exception as error:
-        return type(error)
+        return Raised(type(error))
 
 
 def assert_same(result: Any, expected: Any) -> None:

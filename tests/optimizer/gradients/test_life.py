@@ -48,6 +48,7 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(pair_of, rig, zeroing, monke
     pair.check()
 
 
+# ---------------------------------------------------------------------- life
 def test_nothing_is_left_when_it_is_gone(pair_of, rig):
     parameter = nn.Parameter(torch.empty_like(gradient()))
 
@@ -166,6 +167,7 @@ def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(pair
     pair.check()
 
 
+# ---------------------------------------------------------------------- used up by an update
 WHAT = "parameter 'head.weight' (3 x 5)"
 
 
