@@ -147,7 +147,9 @@ class AutomaticBudget(Budget):
         if self._is_used_soon(nbytes, backlog, idle):
             return False
         room = self._room(nbytes)
-        if backlog > room and self._allowed_seconds > 0:
+        if backlog <= room:
+            return True
+        if self._allowed_seconds > 0:
             begin = perf_counter()
             writes.store.await_writes(CLIENT, room, self._allowed_seconds)
             waited = perf_counter() - begin
