@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from offload_strategy.cli.options import Command, Option, flags, given, rate, refuse
 from offload_strategy.cli.plan_search import CPU, OF_GPUS, plan_here, plan_search
-from offload_strategy.engine.run_report import profile_run
+from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
