@@ -101,8 +101,9 @@ def markdown_list(title: str, items: Iterable[object]) -> str:
 
 def _split(value: str | int | float, wanted: str) -> tuple[Fraction, str]:
     """Split into an exact number and a unit in lower case."""
-    match = isinstance(value, str | int | float) and _NUMBER_AND_UNIT.fullmatch(str(value).strip())
-    if not match:  # also for True, nan and inf
+    is_given = isinstance(value, str | int | float)
+    match = _NUMBER_AND_UNIT.fullmatch(str(value).strip()) if is_given else None
+    if match is None:  # also for True, nan and inf
         raise ValueError(f"{value!r} is not {wanted}")
     number, unit = Fraction(match[1].replace("_", "")), match[2].lower()
     if number < 0:

@@ -143,6 +143,11 @@ def reach(tensor: torch.Tensor) -> range:
     return range(start, start + (last + 1) * itemsize)
 
 
+def covers(span: range, wanted: range) -> bool:
+    """Return whether every byte of `wanted` lies in `span`."""
+    return span.start <= wanted.start and wanted.stop <= span.stop
+
+
 def reach_of_base(tensor: torch.Tensor, own: range) -> range:
     """Return the bytes to take along with a tensor's own `reach`, for other views that are saved.
 

@@ -151,12 +151,21 @@ def refuse_checkpoints_that_offload(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- transforms
+class _Aside(threading.local):
+    """Hooks of ours that were taken off this thread's stack, innermost first."""
+
+    def __init__(self) -> None:
+        self.pairs: list[HookPair] = []
+
+
+_aside = _Aside()
+
+
 @functools.cache
 def step_aside_for_transforms(kind: type) -> None:
     """See to it that transforms which allow no hooks find no methods of a `kind`. Idempotent."""
     disable = _autograd._saved_tensors_hooks_disable
     enable = _autograd._saved_tensors_hooks_enable
-    aside = threading.local()  # `pairs`: ours that were taken off this thread's, innermost first
 
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         if not fail_if_non_empty:
@@ -164,15 +173,14 @@ def step_aside_for_transforms(kind: type) -> None:
             return
         # Somebody else's hooks stay, and ours behind somebody else's: the error is theirs.
         while (pair := innermost()) is not None and isinstance(pair.owner, kind):
-            aside.__dict__.setdefault("pairs", []).append(pair)
+            _aside.pairs.append(pair)
             _autograd._pop_saved_tensors_default_hooks()
         disable(message)
 
     def enable_hooks() -> None:
         enable()
-        pairs = aside.__dict__.get("pairs")
-        while pairs:
-            _autograd._push_saved_tensors_default_hooks(*pairs.pop())
+        while _aside.pairs:
+            _autograd._push_saved_tensors_default_hooks(*_aside.pairs.pop())
 
     _autograd._saved_tensors_hooks_disable = disable_hooks
     _autograd._saved_tensors_hooks_enable = enable_hooks

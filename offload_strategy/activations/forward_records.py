@@ -7,12 +7,6 @@ each item was saved, and when backward first used it. Forward passes that save t
 items in the same order (whatever their sizes: sequences vary in length) share a *use order*: the
 order of first uses and their times, without the time that backward waited for bytes. A pass of a
 new kind is assumed to use items in the reverse order of saving, at unknown times.
-
-[Note: clocks]
-The host launches operations before the device executes them, so the host's clock says nothing about
-when a tensor exists, or when it is needed. On an accelerator a pass is timed by events, which the
-device signals and which the host reads later, without waiting. As each event costs the launching
-thread a few microseconds, the first passes are timed and then one of many: a device repeats itself.
 """
 
 from __future__ import annotations
@@ -21,22 +15,17 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 from threading import get_ident
 from timeit import default_timer as perf_counter
 from typing import Any
 
 import torch
 
-from offload_strategy.activations.eligibility import reach_of_base
+from offload_strategy.activations.device_times import DeviceTimes
+from offload_strategy.activations.eligibility import covers, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
-from offload_strategy.torch_support.accelerator import elapsed_seconds
-
-#: Passes of which a device tells the times at first, and then one of so many.
-_FIRST_PASSES, _ONE_OF = 8, 16
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -47,56 +36,6 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
     number: int
     nbytes: int
     entry: Entry | None
-
-
-class DeviceTimes:
-    """The events of the forward or the backward of a pass on the device that computes it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        #: Each save, or each first use, and the number of waits before it.
-        self.items: list[tuple[torch.Event, int]] = []
-        #: Begin and end of each time in which the compute stream waited.
-        self._waits: list[tuple[torch.Event, torch.Event]] = []
-
-    @classmethod
-    def of_pass(cls, serial: int, device: torch.device) -> tuple[DeviceTimes, DeviceTimes] | None:
-        """Return those of forward and backward of the pass with this number, if it is timed."""
-        timed = serial < _FIRST_PASSES or serial % _ONE_OF == 0
-        return (cls(device), cls(device)) if timed else None
-
-    def _event(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-    def note(self) -> None:
-        """Record that an item was saved, or used first."""
-        self.items.append((self._event(), len(self._waits)))
-
-    @contextmanager
-    def wait(self) -> Iterator[None]:
-        """Record when the compute stream could go on, and when copies or missing bytes let it."""
-        begun = self._event()
-        yield
-        self._waits.append((begun, self._event()))
-
-    @property
-    def over(self) -> bool:
-        """Whether the device has reached every event."""
-        known = (event for event, _ in reversed(self.items))
-        # All of them: a pass may have several streams, of which each keeps its own order.
-        return all(event.query() for event in chain(known, (end for _, end in self._waits)))
-
-    def since(self, first: torch.Event) -> tuple[list[tuple[float, float]], float]:
-        """Return the seconds from an event to each item, and those of waits before that item.
-
-        Last are the seconds of all waits.
-        """
-        waits = (elapsed_seconds(*wait) for wait in self._waits)
-        waited = list(accumulate(waits, initial=0.0))
-        times = [(elapsed_seconds(first, event), waited[before]) for event, before in self.items]
-        return times, waited[-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -130,10 +69,9 @@ class Trace:
     #: Bytes of items in memory, loaded ahead or not, after each save and after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
-    #: Whether an accelerator computes the pass, and, if it is timed, its events in forward and in
-    #: backward; [Note: clocks].
+    #: Whether an accelerator computes the pass, and its events if it is timed; [Note: clocks].
     on_device: bool = False
-    device_times: tuple[DeviceTimes, DeviceTimes] | None = None
+    device_times: DeviceTimes | None = None
     _storages: list[StorageReference] = field(default_factory=list)
     # Storages are freed on any thread; appending to a deque runs no Python code.
     _died: deque[Any] = field(default_factory=deque)
@@ -162,7 +100,7 @@ class Trace:
     def saved(self, prefix: int, nbytes: int) -> int:
         """Record a new item with its `prefix_with`, and return its number."""
         if self.device_times is not None:
-            self.device_times[0].note()
+            self.device_times.forward.note()
         self.prefixes.append(prefix)
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
@@ -173,7 +111,7 @@ class Trace:
     def used(self, number: int) -> None:
         """Record the first use of an item."""
         if self.device_times is not None:
-            self.device_times[1].note()
+            self.device_times.backward.note()
         self.uses.append((number, perf_counter(), self.waited))
         storage = self._storages[number]
         self._alive_bytes -= storage.nbytes
@@ -288,7 +226,7 @@ class ForwardRecord:
     stage_below: int = sys.maxsize
     load_room: int = 0
     can_wait: tuple[float, int] | None = None
-    #: `TicketRegistry.lost_copies` at the last look.
+    #: `TensorStore.lost_copies` at the last look.
     lost_copies: int = 0
     #: Bytes of the largest item.
     largest: int = 0
@@ -316,8 +254,7 @@ class ForwardRecord:
             if (
                 item is not None
                 and item.version == tensor._version
-                and wanted[0] in item.span
-                and wanted[-1] in item.span
+                and covers(item.span, wanted)
                 # Once changed, bytes are told by the counter of their base; others may lie between.
                 and (not item.version or item.span in (wanted, reach_of_base(tensor, wanted)))
                 and (wanted.start - item.span.start) % tensor.element_size() == 0
@@ -338,19 +275,30 @@ class ForwardRecord:
         self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
 
-    def offloaded(self, numbers: Iterable[int]) -> Iterator[tuple[SavedItem, Ticket]]:
-        """Yield those of these items that are offloaded, exist and were not used yet."""
-        for number in numbers:
-            item = self._items[number]() if number < len(self._items) else None
-            if item is not None and not item.used and item.ticket is not None:
-                yield item, item.ticket
+    def unused(self, number: int) -> SavedItem | None:
+        """Return an item that exists and was not used yet, or None."""
+        item = self._items[number]() if number < len(self._items) else None
+        return None if item is None or item.used else item
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Yield the tickets of offloaded items that exist, in the order of saving."""
+        for reference in self._items:
+            if (item := reference()) is not None and item.ticket is not None:
+                yield item.ticket
 
     def follow(self, plan: UseOrder) -> None:
         """Prefetch in this order from now on."""
         self.plan = plan
-        self._places = [plan.position[item.number] for item, _ in self.offloaded(plan.sequence)]
+        self._places = [
+            place
+            for place, number in enumerate(plan.sequence)
+            if (item := self.unused(number)) is not None and item.ticket is not None
+        ]
 
-    def upcoming(self, place: int) -> Iterator[tuple[SavedItem, Ticket]]:
-        """Yield the `offloaded` items after a place in the plan."""
-        later = range(bisect_right(self._places, place), len(self._places))
-        return self.offloaded(self.plan.sequence[self._places[position]] for position in later)
+    def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
+        """Yield offloaded items after a place in the plan that were not used, with their places."""
+        for position in range(bisect_right(self._places, place), len(self._places)):
+            later = self._places[position]
+            item = self.unused(self.plan.sequence[later])
+            if item is not None and item.ticket is not None:
+                yield later, item, item.ticket

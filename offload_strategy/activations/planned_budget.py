@@ -281,7 +281,6 @@ class PlannedBudget(Budget):
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
             freed_memory.return_all()
-            self._freed = TrimmingNearLimit(self.limit_bytes)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -292,6 +291,8 @@ class PlannedBudget(Budget):
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
+        if memory.meter.counts_host_buffers:
+            self._freed = TrimmingNearLimit(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:
@@ -347,7 +348,7 @@ class PlannedBudget(Budget):
 
     def _free_what_left(self) -> None:
         self._return_freed()
-        self._writes.store.registry.release_written()
+        self._writes.store.release_written()
 
     @property
     def _least_room(self) -> int:
@@ -372,15 +373,19 @@ class PlannedBudget(Budget):
             self._ahead_of = None if baseline.per_event else kind
         most = self._most_ahead.get(use)
         if most is None:
-            most = ahead = 0
-            # Their sizes are those of the usual order of use: the reverse of saving.
-            for one in range(use, len(trace.sizes)):
-                if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
-                    break
-                most = max(most, baseline.after(use_event(trace, one)))
-                ahead += trace.sizes[-1 - one]
-            self._most_ahead[use] = most
+            most = self._most_ahead[use] = self._baseline_ahead(trace, use)
         return max(self._least_room, within(self.limit_bytes) - most)
+
+    def _baseline_ahead(self, trace: Trace, use: int) -> int:
+        """Return the largest baseline memory after a use and some following ones."""
+        most = ahead = 0
+        # Their sizes are those of the usual order of use: the reverse of saving.
+        for one in range(use, len(trace.sizes)):
+            if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
+                break
+            most = max(most, self._baseline.after(use_event(trace, one)))
+            ahead += trace.sizes[-1 - one]
+        return most
 
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)

@@ -103,10 +103,10 @@ class UseOrderHistory:
             _remember(self._following, (trace.signature, *row), distance, _MOST_FOLLOWING)
         self._distances.append(distance)
 
-    def following(self, trace: Trace) -> int:
-        """Return by how many passes the pass of the next backward is later; 0 if unknown."""
-        latest = self._following.get((trace.signature,), 0)
-        return self._following.get((trace.signature, *self._distances), latest)
+    def following(self, trace: Trace) -> int | None:
+        """Return by how many passes the pass of the next backward is later, or None."""
+        known = self._following.get((trace.signature, *self._distances))
+        return self._following.get((trace.signature,)) if known is None else known
 
 
 def _remember(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -196,7 +196,7 @@ class Prefetcher:
             self._fetch_ahead(item)
         begin = perf_counter()
         times = trace.device_times
-        with nullcontext() if times is None else times[1].wait():
+        with nullcontext() if times is None else times.backward.wait():
             payload = self._store.get(ticket) if item.cached is None else item.cached
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
@@ -250,7 +250,7 @@ class Prefetcher:
         record.follow(self.history.plan(record.trace))
         leaving = self._budget.must_leave(record.trace)
         if leaving is not None:
-            for _, ticket in record.offloaded(range(len(record.trace.saved_at))):
+            for ticket in record.tickets():
                 if ticket.state is not TicketState.WRITING:
                     continue
                 if leaving > 0:
@@ -306,7 +306,7 @@ class Prefetcher:
 
     def _may_load(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Return whether something has changed since `_fetch` looked for what to load."""
-        loaded, lost = record.loaded_bytes, self._store.registry.lost_copies != record.lost_copies
+        loaded, lost = record.loaded_bytes, self._store.lost_copies != record.lost_copies
         if lost or loaded <= record.load_below or limit - loaded >= record.load_room:
             return True
         if record.can_wait is None:
@@ -329,9 +329,9 @@ class Prefetcher:
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
         ahead = loading = begun_now = 0
-        record.lost_copies, record.can_wait = self._store.registry.lost_copies, None
+        record.lost_copies, record.can_wait = self._store.lost_copies, None
         all_here, has_room = False, True
-        for item, ticket in record.upcoming(place):
+        for later, item, ticket in record.upcoming(place):
             entry = ticket.entry
             if entry.state is TicketState.WRITING:
                 continue  # still in memory
@@ -343,7 +343,7 @@ class Prefetcher:
             if entry.state is TicketState.STORED and item.still_to_load:
                 along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
                 if ahead and not along and occasion is not None:
-                    can_wait = due[record.plan.position[item.number]], loading + nbytes
+                    can_wait = due[later], loading + nbytes
                     if self._begin_at(*can_wait) > occasion:
                         record.can_wait = can_wait
                         break
@@ -364,7 +364,7 @@ class Prefetcher:
     def _stage(self, record: ForwardRecord, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
         staged, all_here, tickets = 0, True, []
-        for item, ticket in record.upcoming(place):
+        for _, item, ticket in record.upcoming(place):
             if item.has_pending_views:
                 if staged + ticket.nbytes > room and ticket.entry.staged is None:
                     all_here = False
@@ -377,11 +377,15 @@ class Prefetcher:
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
-        reference = self._alive.get(record.serial + self.history.following(record.trace))
+        distance = self.history.following(record.trace)
+        reference = None if distance is None else self._alive.get(record.serial + distance)
         following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
-        for item, ticket in following.offloaded(self.history.plan(following.trace).sequence):
-            room -= ticket.nbytes
-            if room < 0 or (item.still_to_load and not self._store.prefetch(ticket)):
+        for number in self.history.plan(following.trace).sequence:
+            item = following.unused(number)
+            if item is None or item.ticket is None:
+                continue
+            room -= item.ticket.nbytes
+            if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
                 return

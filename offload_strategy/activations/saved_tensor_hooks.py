@@ -17,14 +17,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
+from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
     UnsupportedTensors,
+    covers,
     is_small,
     reach,
     reach_of_base,
     why_it_stays,
 )
-from offload_strategy.activations.forward_records import DeviceTimes, ForwardRecord, Trace
+from offload_strategy.activations.forward_records import ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
@@ -243,8 +245,7 @@ class ActivationOffload:
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        covers = wanted[0] in span and wanted[-1] in span
-        if not covers or len(wanted) < _WHOLE_BASE_SHARE * len(span):
+        if len(wanted) < _WHOLE_BASE_SHARE * len(span) or not covers(span, wanted):
             span = wanted
         if len(span) < self._min_size:
             return KeptTensor(tensor)

@@ -122,7 +122,7 @@ class TierWrites:
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):
             _, items, payloads, next_uses = zip(*group, strict=True)
             hints = (True, payloads[0].is_cpu)
-            with nullcontext() if times is None else times[0].wait():
+            with nullcontext() if times is None else times.forward.wait():
                 tickets = self.store.put_all(
                     payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
                 )
@@ -143,7 +143,7 @@ class TierWrites:
         if self.on_device:
             leaving = sum(engine.source_bytes() for engine in tuple(self.store.copies.values()))
         else:
-            leaving = self.store.registry.writing_bytes_of[CLIENT]
+            leaving = self.store.writing_bytes_of(CLIENT)
         return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int) -> None:

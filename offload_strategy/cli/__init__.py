@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        from offload_strategy.cli import bench, doctor, file_commands, launch_commands, plan
+        from offload_strategy.cli import bench, doctor, file_commands, init, plan, run
     finally:
         if was_enabled:
             gc.enable()
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     actions = config.add_subparsers(required=True, metavar="ACTION")
     for action in file_commands.ACTIONS:
         action.add_to(actions)
-    measuring = (bench.COMMAND, doctor.COMMAND, plan.COMMAND)
-    files = (file_commands.REPORT, file_commands.CONSOLIDATE)
-    for command in (launch_commands.INIT, *measuring, launch_commands.RUN, *files):
+    for module in (init, bench, doctor, plan, run):
+        module.COMMAND.add_to(commands)
+    for command in (file_commands.REPORT, file_commands.CONSOLIDATE):
         command.add_to(commands)
     return parser

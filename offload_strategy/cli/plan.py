@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from offload_strategy.cli.options import Command, Option, flags, given, rate, refuse
 from offload_strategy.cli.plan_search import CPU, OF_GPUS, plan_here, plan_search
-from offload_strategy.engine.run_report import profile_run
+from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
@@ -134,22 +134,11 @@ def _plan(options: argparse.Namespace) -> int:
         if options.script or options.model or options.config_json:
             raise ConfigError(f"give one model: {model} is one already")
         options.model, options.config_json = (None, path) if path.exists() else (model, None)
-    if not options.search:
-        refuse(options, _OF_SEARCH, "give --search as well, or leave it out")
+    _check_options(options)
     if options.script:
-        named = ("profile", "search", *_OF_MODEL)
-        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
         return plan_profile(options, profile_script(options))
-    refuse(options, ("write_profile",), "for a script: name one, or leave it out")
-    if options.search and options.profile is not None:
-        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
     if options.profile is not None:
-        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
         return plan_profile(options, Profile.load(options.profile))
-    refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
-    if options.gpu not in (None, CPU):
-        why = "no effect for a GPU, which updates states itself and uses drives of the table"
-        refuse(options, _OF_CPU, f"{why}; leave it out")
     if options.search:
         if not options.sequences:
             _require(options, ["sequence"], ", or --sequences")
@@ -161,6 +150,26 @@ def _plan(options: argparse.Namespace) -> int:
         source = "the model's context length" if known else "assumed: say another with --sequence"
         options.sequence = known or _USUAL_LENGTH
     return plan_here(options, shape, source)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise a ConfigError that names options without effect on what is planned."""
+    if options.script:
+        named = ("profile", "search", *_OF_MODEL)
+        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
+    else:
+        refuse(options, ("write_profile",), "for a script: name one, or leave it out")
+    if options.search and options.profile is not None:
+        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
+    if options.profile is not None:
+        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
+    elif not options.script:
+        refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
+    if not options.search:
+        refuse(options, _OF_SEARCH, "give --search as well, or leave it out")
+    if options.gpu not in (None, CPU) and not (options.profile or options.script):
+        why = "no effect for a GPU, which updates states itself and uses drives of the table"
+        refuse(options, _OF_CPU, f"{why}; leave it out")
 
 
 def _is_script(path: Path) -> bool:

@@ -1,5 +1,8 @@
 """`ssd-offload plan MODEL`: how a machine can train it; with `--search` the fastest settings.
 
+The machine is this one, except for what options say of it. Without `--search` the batch is given,
+and the answer is in three ways, with what would make training twice as fast.
+
 [Note: three ways]
 The memory that training may take is made smaller and smaller, and each time the search finds the
 fastest settings that fit. The first are the fastest of all, the last the cheapest: with less memory
@@ -177,9 +180,7 @@ def fitting(nothing: SearchResult) -> Iterator[str]:
     batch = bisect.bisect_left(
         batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
     )
-    # How many times as much as there is the scarcest resource would have to be.
-    shortages = [max(need / max(1, has) for _, need, has in one.fits) for one in nothing.refused]
-    nearest = nothing.refused[shortages.index(min(shortages))]
+    nearest = min(nothing.refused, key=lambda placement: placement.shortage)
     for what, needed, has in nearest.fits:
         if needed > has:
             yield f"{what} is {format_size(needed - has)} too small"

@@ -33,15 +33,18 @@ def presets() -> dict[str, str]:
     }
 
 
-def read(source: Any, where: str = "", seen: tuple[Path, ...] = ()) -> Sections:
-    """Read the sections of a config; see `OffloadConfig.load` for what may stand for one.
+def read(source: Mapping[str, Any] | str | os.PathLike[str] | None) -> Sections:
+    """Read the sections of a config; see `OffloadConfig.load` for what may stand for one."""
+    if source is not None:
+        return _read(source, "", ())
+    from_environment = os.environ.get(CONFIG_VARIABLE, "").strip()
+    if from_environment:
+        return _read(from_environment, f"${CONFIG_VARIABLE}: ", ())
+    return {}, "the default config"
 
-    `where` starts each message, `seen` holds the files that led here.
-    """
-    if source is None:
-        source, where = os.environ.get(CONFIG_VARIABLE, "").strip(), f"${CONFIG_VARIABLE}: "
-        if not source:
-            return {}, "the default config"
+
+def _read(source: Any, where: str, seen: tuple[Path, ...]) -> Sections:
+    """Read anything but None; `where` starts each message, `seen` holds the files that led here."""
     if isinstance(source, Mapping):
         return _sections(source, f"{where}the given mapping", seen)
     if isinstance(source, str) and source.lstrip().startswith("{"):
@@ -96,7 +99,7 @@ def _sections(content: Any, label: str, seen: tuple[Path, ...]) -> Sections:
         inner = content[ACCELERATE_SECTION]
         label = f"{label}, {ACCELERATE_SECTION}"
         if isinstance(inner, str):
-            return read(inner, f"{label}: ", seen)
+            return _read(inner, f"{label}: ", seen)
         return _sections(inner, label, seen)
     if "compute_environment" in content:
         raise ConfigError(

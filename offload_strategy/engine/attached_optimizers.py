@@ -19,7 +19,11 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class import compatibility
+from offload_strategy.optimizer.user_class.compatibility import (
+    UnsupportedOptimizerError,
+    check_supported,
+    wrapper_class,
+)
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
@@ -78,8 +82,8 @@ class AttachedOptimizers:
             master_weights=section.master_weights,
         )
         try:
-            supported = compatibility.check_supported(optimizer, precision)
-        except compatibility.UnsupportedOptimizerError as error:
+            supported = check_supported(optimizer, precision)
+        except UnsupportedOptimizerError as error:
             if "enabled" in section.model_fields_set or precision != Precision():
                 raise
             logger.warning(
@@ -92,7 +96,7 @@ class AttachedOptimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
-        wrapper = compatibility.wrapper_class(OffloadedOptimizer, type(optimizer))
+        wrapper = wrapper_class(OffloadedOptimizer, type(optimizer))
         wrapped: OffloadedOptimizer = wrapper(
             optimizer,
             self._resources.store,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,16 @@ class EngineWeights:
                 "process that trains."
             )
 
-    def building(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def building(self) -> Iterator[None]:
         """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
 
         The weights are bit-identical to those of a plain build. The context does nothing unless
         ``parameters.enabled`` is true.
         """
         self._check_open()
-        return nullcontext() if self._stream is None else self._stream.building()
+        with nullcontext() if self._stream is None else self._stream.building():
+            yield
 
     def load_weights(
         self,
@@ -97,7 +99,10 @@ class EngineWeights:
         checkpoint = read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-        open_file = partial(ExternalFile, tier="checkpoint")
+
+        def open_file(path: Path) -> ExternalFile:
+            return ExternalFile(path, "checkpoint")
+
         with self._resources.files(open_file, keep=adopt) as queue_of:
             loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)

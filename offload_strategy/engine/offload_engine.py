@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
@@ -21,12 +21,12 @@ from offload_strategy.activations.forward_scope import ForwardHooks, leave_inter
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.config.directories import local_processes
+from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
-from offload_strategy.engine.run_report import observe_pass
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
@@ -224,11 +224,14 @@ class OffloadEngine(EngineReports):
             self._activations.save_weight = save
 
     # ------------------------------------------------------------------ the loop
-    def forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """Offload tensors saved in this context, such as those of a loss outside `forward`."""
         if self._activations is None or self.closed or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._activations.forward()
+            yield
+            return
+        with self._activations.forward():
+            yield
 
     def microbatch(self, index: int, *, last: bool) -> None:
         """Announce a micro-batch before its forward pass.
@@ -248,7 +251,7 @@ class OffloadEngine(EngineReports):
             self._activations.hint()
 
     def _before_forward(self) -> None:
-        observe_pass(self._log.passes, self.profile)
+        profile_run.observe_pass(self._log.passes, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
         if self._log.passes == 2:

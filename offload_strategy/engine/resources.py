@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +34,9 @@ from offload_strategy.units import MiB, format_size
 #: Block size in bytes for reads of external files.
 _FILE_BLOCK_BYTES = 32 * MiB
 
+#: By what an external file is opened: its path, or what another process says of it.
+_Place = TypeVar("_Place", bound=Hashable)
+
 
 class Resources:
     """Everything that must be closed; holds no reference to the engine.
@@ -49,7 +52,8 @@ class Resources:
             in_tiers = wanted.pop("parameters")
             others = {tier.name for tiers in wanted.values() for tier in tiers}
             wanted["parameters"] = [tier for tier in in_tiers if tier.name in others]
-        tiers = [tier for tier in config.tiers if any(tier in some for some in wanted.values())]
+        used = {tier.name for tiers in wanted.values() for tier in tiers}
+        tiers = [tier for tier in config.tiers if tier.name in used]
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
@@ -134,19 +138,19 @@ class Resources:
 
     @contextmanager
     def files(
-        self, open_file: Callable[[Any], ExternalFile], *, keep: bool
-    ) -> Iterator[Callable[[Any], PathQueue]]:
+        self, open_file: Callable[[_Place], ExternalFile], *, keep: bool
+    ) -> Iterator[Callable[[_Place], PathQueue]]:
         """Yield a function that returns the queue that reads an external file, opened once.
 
         The files are closed with the context, or by `close` if they are to be kept.
         """
-        queues: dict[Any, PathQueue] = {}
+        queues: dict[_Place, PathQueue] = {}
         with ExitStack() as stack:
             files = stack.enter_context(ExitStack())
             backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
             stack.callback(backend.close)  # what is under way ends before the files are closed
 
-            def queue(place: Any) -> PathQueue:
+            def queue(place: _Place) -> PathQueue:
                 if place not in queues:
                     file = open_file(place)
                     files.callback(file.close)

@@ -1,13 +1,11 @@
-"""The report of a run: its metrics, its last step over time, what would shorten it; profile runs.
+"""The report of a run: its metrics, its last step over time, and what would shorten that.
 
-It can be saved as JSON, and shown as one HTML page, which draws its charts from the same JSON. A
-profile run is a training script that ends as soon as a forward pass has been profiled.
+It can be saved as JSON, and shown as one HTML page, which draws its charts from the same JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -21,7 +19,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import (
     ComparedFigure,
     PredictionComparison,
 )
-from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
+from offload_strategy.plan_runtime.profile import load_json, save_json
 from offload_strategy.telemetry import Recorder, json_for_others
 from offload_strategy.units import markdown_list
 
@@ -127,43 +125,3 @@ def timeline(
         if start <= move.queued_at < ended_at
     ]
     return tuple(one._replace(begin=one.begin - start, end=one.end - start) for one in spans)
-
-
-class ProfileRunOver(SystemExit):
-    """Ends the script; libraries that catch every error do not catch this."""
-
-
-@dataclass(slots=True)
-class ProfileRun:
-    """The request to profile the last of so many forward passes, those seen so far, the result."""
-
-    passes: int
-    seen: int = 0
-    profile: Profile | None = None
-
-
-_requested: ProfileRun | None = None
-
-
-@contextmanager
-def profile_run(passes: int) -> Iterator[ProfileRun]:
-    """Profile the first engine that runs so many forward passes within this context, then end it.
-
-    Times and buffers settle after a few passes.
-    """
-    global _requested
-    _requested = found = ProfileRun(passes)
-    try:
-        yield found
-    finally:
-        _requested = None
-
-
-def observe_pass(seen: int, profile: Callable[[], Profile]) -> None:
-    """Note a forward pass after so many others; raise ProfileRunOver if the profile is complete."""
-    asked = _requested
-    if asked is not None and asked.profile is None:
-        asked.seen = max(asked.seen, seen + 1)
-        if seen >= asked.passes:
-            asked.profile = profile()
-            raise ProfileRunOver(0)

@@ -57,6 +57,8 @@ class HostBuffer:
     does not (MemAscend, section on exact-size pinned memory). Raises OffloadError without room.
     """
 
+    __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
+
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)

@@ -225,8 +225,7 @@ class BufferPool:
 
     def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
         """Return a separate mapping, recycled or new."""
-        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
-        fitting = size if self._idle.get(size) else min(larger, default=None)
+        fitting = self._fitting(size)
         if fitting is not None:
             buffer = self._idle[fitting].pop()
             self._idle.move_to_end(fitting)
@@ -241,6 +240,13 @@ class BufferPool:
 
     def _take_back(self, buffer: HostBuffer) -> None:
         self._idle.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _fitting(self, size: int) -> int | None:
+        """Return the size of an idle buffer that serves the request, or None."""
+        if self._idle.get(size):
+            return size
+        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
+        return min(larger, default=None)
 
     def _collect(self) -> None:
         while self._returned:

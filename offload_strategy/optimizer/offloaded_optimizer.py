@@ -31,7 +31,7 @@ from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.optimizer.updated_weights import WeightResidency
-from offload_strategy.optimizer.user_class.compatibility import check_supported
+from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -108,12 +108,17 @@ class OffloadedOptimizer(Optimizer):
         self._closed = False
         self._claim = claim
         self._has_lazy = any(map(is_lazy, self.parameters()))
-        self._state = StateView(self._current_subgroups, self._rank_shards)
+        self._state = StateView(self._updater, self._current_subgroups, self._rank_shards)
         self._register_hooks()
         if any(inner.state.values()):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
+    # Frameworks replace the groups when they load. Not left to `__getattr__`: from Python 3.12 on,
+    # `isinstance` with a runtime protocol, as Lightning has one, looks attributes up statically.
+    param_groups = of_inner("param_groups")
+    defaults = of_inner("defaults")
+
     @property
     def state(self) -> Any:
         """Parameter -> state dict; reading loads copies."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import OpaqueTensor, State, Subgroup, packable
+from offload_strategy.optimizer.subgroup_update import Updater
 
 
 def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
@@ -70,7 +71,10 @@ class StateView(MutableMapping[torch.Tensor, State]):
     {...}``) or through `load_state_dict`.
     """
 
-    def __init__(self, subgroups: Callable[[], list[Subgroup]], rank_shards: RankShards) -> None:
+    def __init__(
+        self, updater: Updater, subgroups: Callable[[], list[Subgroup]], rank_shards: RankShards
+    ) -> None:
+        self._updater = updater
         self._subgroups = subgroups
         self._rank_shards = rank_shards
 
@@ -86,7 +90,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
             raise KeyError("this parameter does not belong to the optimizer")
         own = self._rank_shards.own(subgroups)
         states = {**self._rank_shards.copied_states(own), parameter: state}
-        self._rank_shards.updater.replace_states(states, own)
+        self._updater.replace_states(states, own)
 
     def _subgroups_of(self, parameter: torch.Tensor) -> list[Subgroup]:
         return [s for s in self._subgroups() if any(p.parameter is parameter for p in s.slices)]

@@ -168,12 +168,9 @@ class _Replay:
                 seconds = max(0.0, at - passed)
                 computing += seconds
                 passed = max(at, passed)
-                self._delay += seconds
-                while True:
-                    delay, self._delay = self._delay, 0.0
-                    yield delay
-                    if self._delay <= 0:  # not delayed meanwhile
-                        break
+                yield seconds + self._take_delay()
+                while self._delay > 0:  # delayed meanwhile
+                    yield self._take_delay()
                 cause, since = None, self._now
                 while (what := missing()) is not None:
                     cause = cause or what
@@ -191,6 +188,10 @@ class _Replay:
     def _go_on(self) -> None:
         if (seconds := next(self._training, None)) is not None:
             self._at(seconds, self._go_on)
+
+    def _take_delay(self) -> float:
+        delay, self._delay = self._delay, 0.0
+        return delay
 
     def _delay_computing(self, seconds: float) -> None:
         """Delay computation; no delay if training waits anyway."""

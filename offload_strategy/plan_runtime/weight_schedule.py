@@ -83,17 +83,17 @@ def weight_schedule(
     backward, or `step()` does their I/O.
     """
     rows: list[ScheduleRow] = []
-    here: list[str] = []  # blocks in memory or being read, the least recently used first
+    here: list[str] = []  # blocks in memory or being read
     before: BlockPass | None = None
     # The second round shows a step that is not the first.
     for place, block_pass in [*enumerate(passes)] * 2:
         wanted = [block_pass, *_following(passes, place, blocks_in_flight - 1)]
-        # Of these the block itself is one if it could not be prefetched.
+        # The block that computes is among them if it could not be prefetched.
         missing = [each for each in wanted if each.block not in here]
         read = sum(each.weights_bytes for each in missing)
         ahead = tuple(each.block for each in missing if each is not block_pass)
-        blocks = [each.block for each in wanted]
-        here = [*(name for name in here if name not in blocks), *blocks][-blocks_in_flight:]
+        # These are as many as may be, or all that there are: nothing else stays.
+        here = [each.block for each in wanted]
         written, written_bytes = None, 0
         if updates:
             read += block_pass.states_bytes * block_pass.backward

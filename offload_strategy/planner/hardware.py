@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ class Device:
     link: float  # Bytes per second between host and device in each direction
     sustained_flops: float | None = None  # Measured FLOP/s of a transformer block
     measured_link: float | None = None  # Measured bytes per second of pinned copies
-    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by field
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Drive:
     capacity_bytes: int  # Capacity
     endurance_bytes: float | None = None  # Rated endurance over its life
     writes_per_day: int | None = None  # Bytes that may be written in a day, if there is a limit
-    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by field
 
     def times(self, count: int) -> Drive:
         """Return so many of these drives, striped."""
@@ -116,12 +116,15 @@ def table(kind: str) -> dict[str, Any]:
     maker: Any = {"device": Device, "drive": Drive}[kind]
     text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
     data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    known = {each.name for each in fields(maker)}
     found: dict[str, Any] = {}
     for name, row in data[f"{kind}s"].items():
         names = map(str, (name, *row.pop("aliases")))
         values = {key: value for key, (value, _) in row.items()}
         sources = {key: data["sources"][source] for key, (_, source) in row.items()}
-        figures = {key: parse_size(values[key]) for key in values if key in maker.__slots__}
+        # Other keys, such as measured_read, only document. FLOP/s are no bytes, but a number
+        # without a unit, which `parse_size` reads as it is.
+        figures = {key: parse_size(values[key]) for key in values if key in known}
         if "drive_writes_per_day" in values:
             days = values["rated_years"] * DAYS_PER_YEAR
             written = values["drive_writes_per_day"] * figures["capacity_bytes"]
@@ -131,6 +134,7 @@ def table(kind: str) -> dict[str, Any]:
 
 
 def _key(name: str) -> str:
+    """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
     return re.sub(r"(\d)gi?b\b", r"\1g", "".join(words).replace(".", ""))
 

@@ -65,17 +65,9 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
     GPT-2, BERT, T5, Llama, Qwen2 and Mistral are known, and what has the same keys. Raises a
     ConfigError if the file cannot be read, or a key is missing or of the wrong type.
     """
-    where: object = "config"
+    where = "config"
     if not isinstance(config, Mapping):
-        where = file = Path(config, "config.json") if Path(config).is_dir() else Path(config)
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ConfigError(f"{file} is no JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"{file} holds a {type(config).__name__}, not the object of a config")
+        where, config = _load(Path(config))
     named = str(config.get("model_type", "")).lower()
     usual = "gpt2" if "n_embd" in config else "llama" if "num_hidden_layers" in config else ""
     if (kind := _KINDS.get(named or usual)) is None:
@@ -95,7 +87,20 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
     return TransformerShape(kind, **sizes, tied=tied, gated=gated, qkv_bias=named == "qwen2")
 
 
-def _number(config: Mapping[str, Any], key: str, where: object) -> int:
+def _load(path: Path) -> tuple[str, Mapping[str, Any]]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{file} holds a {type(loaded).__name__}, not the object of a config")
+    return str(file), loaded
+
+
+def _number(config: Mapping[str, Any], key: str, where: str) -> int:
     if (value := config.get(key)) is None:
         raise ConfigError(f"{where} has no key {key!r}; add it, a whole number above 0")
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:

@@ -38,15 +38,22 @@ class FileIdentity(NamedTuple):
     path: str
 
 
-class SharedTicket(NamedTuple):
-    """Where the bytes of another process's ticket are: `nbytes` from `begin` on of its stripes.
+class SharedStripe(NamedTuple):
+    """A part of a ticket, in the file of this number; see `Stripe`."""
 
-    Those have the number of their file in place of the queue.
-    """
+    file: int
+    extent: Extent
+    begin: int
+    nbytes: int
+    digests: Digests | Tags | None
+
+
+class SharedTicket(NamedTuple):
+    """Where the bytes of another process's ticket are: `nbytes` from `begin` on of its stripes."""
 
     begin: int
     nbytes: int
-    stripes: list[tuple[int, Extent, int, int, Digests | Tags | None]]
+    stripes: tuple[SharedStripe, ...]
 
 
 class SharedFile(ExternalFile):
@@ -118,12 +125,15 @@ class SharedFiles:
             if stripe.queue.region not in self._regions:
                 return None
             file = self._regions.index(stripe.queue.region)
-            stripes.append((file, stripe.extent, stripe.begin, stripe.nbytes, stripe.digests))
-        return SharedTicket(entry.begin, entry.nbytes, stripes) if stripes else None
+            place = (stripe.extent, stripe.begin, stripe.nbytes, stripe.digests)
+            stripes.append(SharedStripe(file, *place))
+        return SharedTicket(entry.begin, entry.nbytes, tuple(stripes)) if stripes else None
 
     def adopt(
         self, identities: Sequence[FileIdentity], shared: SharedTicket, device: torch.device
     ) -> Ticket:
         """Return a ticket for bytes of a weight in opened files of another process."""
-        stripes = [Stripe(self._queues[identities[part[0]]], *part[1:]) for part in shared.stripes]
+        stripes = [
+            Stripe(self._queues[identities[each.file]], *each[1:]) for each in shared.stripes
+        ]
         return self._store.adopt_stripes(stripes, shared.begin, shared.nbytes, "parameters", device)

@@ -26,8 +26,9 @@ from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import is_sharded, local_rows, local_tensor
 from offload_strategy.units import MiB
+from offload_strategy.weights.model_building import materialize
 from offload_strategy.weights.safetensors_files import StoredTensor, named_tensors
-from offload_strategy.weights.weight_stream import WeightStream, materialize
+from offload_strategy.weights.weight_stream import WeightStream
 
 _CLIENT = "parameters"
 #: Bytes of reads and writes in flight together, unless two tensors are larger.

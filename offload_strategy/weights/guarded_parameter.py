@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +26,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _Tensor = torch.Tensor
 
 
-#: The `StreamedWeight` of each parameter that is, or was, guarded.
+class _Owner(Protocol):
+    """Manages the bytes of a guarded parameter; `StreamedWeight` describes what this names."""
+
+    form: torch.Tensor
+    pinned: bool
+    saving: Callable[[], AbstractContextManager[bool]]
+
+    @property
+    def is_resident(self) -> bool: ...
+    def begin_access(self) -> None: ...
+    def end_access(self) -> None: ...
+
+
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
@@ -89,7 +102,7 @@ class GuardedParameter(nn.Parameter):
         if func in _METADATA_FUNCTIONS or func in _LAYOUT_QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        accessed: list[Any] = []
+        accessed: list[_Owner] = []
         # nn.Parameter(parameter) requires the same class, so the result is made plain.
         again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         try:
@@ -163,8 +176,8 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
             yield from _guarded_in(each)
 
 
-def guard(parameter: nn.Parameter, owner: object) -> None:
-    """Intercept every access to a parameter from now on; `owner` is its `StreamedWeight`."""
+def guard(parameter: nn.Parameter, owner: _Owner) -> None:
+    """Intercept every access to a parameter from now on."""
     _owners[parameter] = owner
     parameter.__class__ = GuardedParameter
 

@@ -1,29 +1,22 @@
 """Streamed weights: which models are streamed, and how their weights are created.
 
 What happens during training is in block_residency.py.
-
-[Note: the same random numbers]
-A model that does not fit is built by its own constructor, on its own device and in its own order,
-and initializes itself as usual. Each registered parameter is guarded from then on: when too many
-are in memory, the least recently accessed ones are offloaded, and a later initialization
-(`model.apply(init)`) loads them again. The weights are therefore bit-identical to those of a plain
-build.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload_strategy.config import ParametersConfig
-from offload_strategy.errors import ConfigError
 from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
@@ -31,11 +24,10 @@ from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_tensor
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
+from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
 from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
-
-_TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 
 
 @dataclass(eq=False)
@@ -65,7 +57,7 @@ class WeightStream(BlockResidency):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Offload weights while models are built; see [Note: the same random numbers]."""
+        """Offload weights while models are built within the context; see model_building.py."""
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             if parameter is not None and not parameter.is_meta:
@@ -99,14 +91,9 @@ class WeightStream(BlockResidency):
 
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
         """Materialize and initialize a model's meta parameters, module by module."""
-        modules = _modules_to_materialize(model).items()
+        modules = modules_to_materialize(model).items()
         for module, name in Progress("attach", unit=" modules", iterable=modules):
-            missing = _meta_tensors(module._parameters)
-            if missing:  # else tied to parameters of another module
-                for key, parameter in missing.items():
-                    materialize(parameter, device)
-                    self.stream_parameter(key, parameter, model)
-                _initialize(name, module, device)
+            materialize_module(name, module, device, partial(self.stream_parameter, model=model))
             with self._lock:
                 self._offload_accessed()
 
@@ -238,71 +225,3 @@ class WeightStream(BlockResidency):
         blocks = [block for attached in self._models for block in attached.blocks]
         forward = [(block, False) for block in blocks]
         return forward + [(block, True) for block in reversed(blocks)], False
-
-
-def _modules_to_materialize(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules with parameters on the meta device by name, in order of construction.
-
-    Raises ConfigError if one has no `reset_parameters`, or a buffer would stay uninitialized.
-    """
-    modules: list[nn.Module] = []
-    model.apply(modules.append)  # inner modules come first
-    names = {module: name for name, module in model.named_modules()}
-    found = {module: names[module] for module in modules if _meta_tensors(module._parameters)}
-    without_reset = [
-        f"{name or '(the model)'} ({type(module).__name__})"
-        for module, name in found.items()
-        if _reset_method(module) is None
-    ]
-    if without_reset:
-        more = f" and {len(without_reset) - 5} more" if len(without_reset) > 5 else ""
-        raise ConfigError(
-            f"attach: parameters of {', '.join(without_reset[:5])}{more} are on the meta "
-            f"device, and these modules have no reset_parameters() to initialize them. Build "
-            f"the model within engine.building() instead, which runs its own initialization."
-        )
-    unfilled = [
-        name
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name.rpartition(".")[0] not in found.values()
-    ]
-    if unfilled:
-        raise ConfigError(
-            f"attach: the buffers {', '.join(unfilled[:5])} are on the meta device, and nothing "
-            f"initializes them. Build the model where buffers are created on a real device "
-            f"(Accelerate's init_empty_weights() does), or within engine.building()."
-        )
-    return found
-
-
-def _initialize(name: str, module: nn.Module, device: torch.device) -> None:
-    """Materialize the own buffers of a module on the meta device, and initialize it."""
-    buffers = _meta_tensors(module._buffers)
-    for buffer in buffers.values():
-        materialize(buffer, device)
-    _reset_method(module)()
-    for key in buffers:
-        filled = module._buffers[key]
-        if filled is not None and filled._version == 0:
-            raise ConfigError(
-                f"attach: {name or type(module).__name__}.{key} is a buffer on the meta device, "
-                f"and {type(module).__name__}.reset_parameters() does not initialize it. Build the "
-                f"model within engine.building() instead."
-            )
-
-
-def materialize(tensor: torch.Tensor, device: torch.device) -> None:
-    """Allocate a meta parameter or buffer on a device, uninitialized."""
-    values = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        values = nn.Parameter(values, tensor.requires_grad)
-    # Keep the same Python object, which optimizers may hold already.
-    torch.utils.swap_tensors(tensor, values)
-
-
-def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _TensorType]:
-    return {name: t for name, t in tensors.items() if t is not None and t.is_meta}
-
-
-def _reset_method(module: nn.Module) -> Any:
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

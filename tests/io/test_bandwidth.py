@@ -59,7 +59,7 @@ def test_a_saturated_path_shows_its_rate_and_an_unknown_one_none(estimator):
 
 
 def test_an_idle_path_does_not_change_the_estimate(estimator):
-    estimator.seed(read=1e9, write=1e9)
+    estimator.seed(dict.fromkeys(Direction, 1e9))
     for second in range(10):  # a block per second, because nobody asks for more
         begun = estimator.begins(float(second), saturated=False)
         estimator.completed(READ, BLOCK, second + 0.9, begun, saturated=False)

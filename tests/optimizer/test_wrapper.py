@@ -3,6 +3,7 @@
 import copy
 import errno
 import gc
+import inspect
 import pickle
 import warnings
 from contextlib import contextmanager
@@ -227,6 +228,16 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
         assert (inner.label, inner.counted) == ("ours", 1)
         # One whose class has no subclasses is wrapped all the same.
         assert type(engine.attach(None, Final(make_net().parameters(), 0.1))) is OffloadedOptimizer
+
+
+@pytest.mark.parametrize("kind", [AdamW, Final])
+@pytest.mark.parametrize("name", ["param_groups", "defaults", "state"])
+def test_frameworks_find_what_they_look_up_statically(kind, name, disk):
+    """As `isinstance` with a runtime protocol does, which Lightning has."""
+    net = make_net()
+    with offloading(disk) as engine:
+        optimizer = engine.attach(net, kind(net.parameters(), 0.1))
+        assert isinstance(inspect.getattr_static(type(optimizer), name), property)
 
 
 # ---------------------------------------------------------------------- when things go wrong

@@ -111,7 +111,7 @@ class World:
 
     def open_store(self) -> None:
         self.store = tensor_store.TensorStore(self.pool, self.recorder, self.write_behind)
-        self.store.registry.moving = OrderedSet()  # type: ignore[assignment]
+        self.store._registry.moving = OrderedSet()  # type: ignore[assignment]
         self.activations = ActivationOffload(
             self.store,
             self.tiers,
@@ -138,7 +138,7 @@ class World:
         for closing in (*self.queues, *self.backends):
             closing.close()
         self.require(len(self.scheduler.strands) == 1, "threads are left")
-        registry, usage = self.store.registry, self.pool.usage()
+        registry, usage = self.store._registry, self.pool.usage()
         self.pool.close()
         figures = {
             "bytes to be written": registry.writing_bytes + sum(registry.writing_bytes_of.values()),
@@ -177,7 +177,7 @@ class World:
             disk.faults.clear()
             disk.dead, disk.seconds = False, (0.0,)
         self.scheduler.refuses_threads = False
-        while self.store.registry.moving:
+        while self.store._registry.moving:
             self.scheduler.sleep(0.01)
 
 

@@ -176,17 +176,17 @@ def test_only_what_was_written_just_then_and_there_with_this_key_is_accepted(mak
     rig.store.free(first)
     again = rig.stored(noise(PAGE, 1))  # the same bytes in the same place
     assert again.entry.stripes[0].extent.offset == place
-    written, key = rig.bytes_on_disk(again), rig.check.aead
+    written, key = rig.bytes_on_disk(again), rig.check._aead
     assert len({lost, misplaced, written}) == 3, "no two writes look alike"
     flipped = bytes([written[0] ^ 1]) + written[1:]
     others = [(content, key) for content in (lost, misplaced, flipped)]
     rig.at_once()
-    for content, aead in [*others, (written, BlockCipher(MiB).aead)]:
+    for content, aead in [*others, (written, BlockCipher(MiB)._aead)]:
         os.pwrite(rig.region.fd, content, place)
-        rig.check.aead = aead
+        rig.check._aead = aead
         with pytest.raises(CorruptDataError, match=r"tier 'nvme' at .*tag of the encryption"):
             rig.store.get(again)
-    rig.check.aead = key
+    rig.check._aead = key
     assert torch.equal(rig.store.get(again), noise(PAGE, 1))
 
 

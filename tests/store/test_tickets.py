@@ -265,7 +265,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
 
 
 @pytest.mark.parametrize(
-    "lock", ["store.registry.lock", "queue._lock", "recorder._lock", "pool._lock"]
+    "lock", ["store._registry.lock", "queue._lock", "recorder._lock", "pool._lock"]
 )
 @pytest.mark.parametrize("host_bytes", [1 * MiB, 0], ids=["in memory", "on their way to the disk"])
 def test_tickets_may_be_collected_in_the_middle_of_anything(make_rig, lock, host_bytes):

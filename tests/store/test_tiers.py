@@ -17,6 +17,7 @@ from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import tiers
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, PathTier, Quota, deal
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, KiB, MiB
 from tests.store.rig import CLIENT, PAGE, meanwhile, noise
 from tests.support import raising
@@ -34,8 +35,8 @@ def pair(make_rig, monkeypatch):
     monkeypatch.setattr(tiers, "STRIPE_BYTES", 8 * UNIT)
     monkeypatch.setattr(tiers, "STRIPE_UNIT", UNIT)
     rig = make_rig(paths=2, disk_bytes=96 * UNIT)
-    rig.queues[0].bandwidth.seed(read=2e9, write=2e9)
-    rig.queues[1].bandwidth.seed(read=1e9, write=1e9)
+    rig.queues[0].bandwidth.seed(dict.fromkeys(Direction, 2e9))
+    rig.queues[1].bandwidth.seed(dict.fromkeys(Direction, 1e9))
     return rig
 
 
@@ -48,7 +49,7 @@ def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair)
     assert pair.bytes_on_disk(ticket) == payload.numpy().tobytes()
     assert sorted(r.nbytes for r in pair.recorder.moves) == sorted(parts.values())
     assert pair.count("written") == ticket.nbytes
-    first.bandwidth.seed(read=1e8, write=1e8)  # the first slows down: it gets nothing
+    first.bandwidth.seed(dict.fromkeys(Direction, 1e8))  # the first slows down: it gets nothing
     after = pair.stored(noise(24 * UNIT))
     assert first not in {stripe.queue for stripe in after.entry.stripes}
     pair.at_once()
@@ -256,10 +257,10 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig):
     rig, payload = make_rig(block_size=PAGE), noise(3 * PAGE)
     ticket = rig.put(payload)
     rig.store.cancel_write(ticket)
-    assert rig.store.registry.writing_bytes == 3 * PAGE  # one block is under way
+    assert rig.store.writing_bytes == 3 * PAGE  # one block is under way
     rig.complete()
     assert ticket.state is IN_MEMORY
-    assert rig.store.registry.writing_bytes == 0
+    assert rig.store.writing_bytes == 0
     assert torch.equal(rig.store.get(ticket), payload)
     assert rig.count("written") == 0
     stored = rig.stored(noise(PAGE))
@@ -272,13 +273,13 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     rig = make_rig(block_size=PAGE)
     tickets = [rig.put(noise(PAGE)) for _ in range(2)]
     rig.store.await_writes(CLIENT, PAGE, 0.02)
-    assert rig.store.registry.writing_bytes == 2 * PAGE
+    assert rig.store.writing_bytes == 2 * PAGE
     waiting = meanwhile(rig.store.wait_for_writes)
     assert not wait([waiting], 0.1).done
     rig.complete()
     waiting.result(30)
     rig.store.await_writes(CLIENT, 0, 60.0)
-    assert (rig.store.registry.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
+    assert (rig.store.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
 
 
 def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):

@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offload_strategy.integrations import is_offloaded
-from offload_strategy.integrations.lightning import engine_strategy
+from offload_strategy.integrations.lightning.engine_strategy import (
+    EngineStrategy,
+    OneDeviceStrategy,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -41,7 +44,7 @@ else:
     _Strategy = object
 
 
-class OffloadStrategyMixin(engine_strategy.EngineStrategy, _Strategy):
+class OffloadStrategyMixin(EngineStrategy, _Strategy):
     """A strategy that trains through an `OffloadEngine`; its other options are Lightning's."""
 
     _fitting = False
@@ -192,7 +195,7 @@ def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.op
     return wrapped
 
 
-class SingleDeviceMixin(engine_strategy.OneDeviceStrategy, OffloadStrategyMixin):
+class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
     """A strategy for one device; see [Note: one device].
 
     Args:

@@ -25,7 +25,6 @@ import threading
 from collections import deque
 from contextlib import closing, suppress
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,7 @@ class DeepNvmeBackend(PosixBackend):
     default_checksum = "full"
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        with _loading:
-            self._aio = _load()
+        self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)
         self._idle_handles: deque[_Handle] = deque()
 
@@ -168,14 +166,22 @@ def _check_room_for_events(wanted: int) -> None:
 _loading = threading.Lock()
 
 
-@cache
 def _load() -> Any:
-    """Import DeepSpeed's code, which compiles it at the first use; the caller holds `_loading`."""
+    """Return DeepSpeed's code; the first of several threads imports it, the others wait."""
+    with _loading:
+        return _import_once()
+
+
+@cache
+def _import_once() -> Any:
+    """Import DeepSpeed's code, which compiles it at the first use."""
     if (reason := unavailable_reason()) is not None:
         raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
 
     def build() -> Any:
-        return import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        return AsyncIOBuilder().load(verbose=False)
 
     built = run_within(_BUILD_SECONDS, build, "deepnvme-build")
     if built is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from offload_strategy.telemetry import Direction
@@ -13,9 +14,6 @@ _DECAY = 0.9
 #: A seed (the rate of an earlier run or a probe) counts as much as this many seconds.
 _SEED_SECONDS = 0.25
 
-#: When a request began, and for how many seconds its path had been saturated until then.
-Begun = tuple[float, float]
-
 
 def round_trip_rate(read: float, write: float) -> float:
     """Bytes per second for bytes that are written once and read once: the harmonic mean.
@@ -23,6 +21,13 @@ def round_trip_rate(read: float, write: float) -> float:
     MLP-Offload (section 3.3) takes the smaller rate; but a byte costs the time of both directions.
     """
     return 2 / (1 / read + 1 / write)
+
+
+class Begun(NamedTuple):
+    """When a request began, and for how many seconds its path had been saturated until then."""
+
+    at: float
+    busy_seconds: float
 
 
 class Transferred(NamedTuple):
@@ -72,25 +77,24 @@ class BandwidthEstimator:
         self._busy_seconds = self._accounted_seconds = 0.0
         self._busy_since: float | None = None
 
-    def seed(self, **rates: float) -> None:
-        """Begin with known rates in bytes per second, by direction (`read`, `write`)."""
+    def seed(self, rates: Mapping[Direction, float]) -> None:
+        """Begin with known rates in bytes per second."""
         for direction, rate in rates.items():
-            self._recent[Direction(direction)] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
+            self._recent[direction] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def begins(self, now: float, *, saturated: bool) -> Begun:
         """Record a request, which may take the last slot."""
         if self._busy_since is not None:
             self._busy_seconds += now - self._busy_since
         self._busy_since = now if saturated else None
-        return now, self._busy_seconds
+        return Begun(now, self._busy_seconds)
 
     def completed(
         self, direction: Direction, nbytes: int, now: float, begun: Begun, *, saturated: bool
     ) -> None:
         """Record the end of a request, for which `begins` returned `begun`."""
-        begun_at, busy_before = begun
-        _, busy = self.begins(now, saturated=saturated)
-        share = (busy - busy_before) / (now - begun_at) if now > begun_at else 0.0
+        busy = self.begins(now, saturated=saturated).busy_seconds
+        share = (busy - begun.busy_seconds) / (now - begun.at) if now > begun.at else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._recent[direction].add(nbytes * min(1.0, share), seconds, decay)

@@ -15,7 +15,7 @@ caller's memory; what is read is decrypted from there.
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from collections.abc import Sequence
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.posix import BounceBuffer, view_of
@@ -40,9 +40,9 @@ class BlockCipher:
                 "io.encryption: true needs the package cryptography, version 47 or newer. Install "
                 "it with `pip install offload-strategy[encryption]`, or set io.encryption to false."
             ) from error
-        self.wrong_tag = InvalidTag
-        self.aead = AESGCM(AESGCM.generate_key(bit_length=256))
-        self.nonces = itertools.count(1)
+        self._wrong_tag = InvalidTag
+        self._aead = AESGCM(AESGCM.generate_key(bit_length=256))
+        self._nonces = itertools.count(1)
         self.staging = BounceBuffer(block_size + PAGE_BYTES)  # the tag follows the last byte
 
     def close(self) -> None:
@@ -52,6 +52,35 @@ class BlockCipher:
     def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
         """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
         return Tags(self, nbytes, min(DIGESTED_BYTES, block))
+
+    def encrypt(self, request: BlockRequest, plain: memoryview, unit: int) -> list[bytes]:
+        """Encrypt memory into the buffer of this thread; return nonce and tag of each unit."""
+        tags = []
+        for begin in range(0, len(plain), unit):
+            part = plain[begin : begin + unit]
+            end = begin + len(part)
+            nonce = next(self._nonces).to_bytes(_NONCE_BYTES, "big")
+            # The next unit is written over the tag.
+            sealed = self.staging.view[begin : end + _TAG_BYTES]
+            self._aead.encrypt_into(nonce, part, _place(request, begin), sealed)
+            tags.append(nonce + bytes(sealed[len(part) :]))
+        return tags
+
+    def decrypt(
+        self, request: BlockRequest, plain: memoryview, unit: int, tags: Sequence[bytes], where: str
+    ) -> None:
+        """Decrypt the buffer of this thread into memory; raise CorruptDataError on a wrong tag."""
+        # Backwards: each tag is put where the next unit was.
+        for begin, tag in zip(range(0, len(plain), unit)[::-1], tags[::-1], strict=True):
+            part = plain[begin : begin + unit]
+            sealed = self.staging.view[begin : begin + len(part) + _TAG_BYTES]
+            sealed[len(part) :] = tag[_NONCE_BYTES:]
+            try:
+                self._aead.decrypt_into(tag[:_NONCE_BYTES], sealed, _place(request, begin), part)
+            except self._wrong_tag:
+                why = "is failing, or somebody has changed what is there"
+                offset, by = request.offset + begin, "tag of the encryption"
+                raise corrupt_data(where, len(part), offset, by, why) from None
 
 
 class Tags:
@@ -67,38 +96,19 @@ class Tags:
 
     def add_to(self, request: BlockRequest, begin: int, where: str) -> None:
         """Make a request for the bytes from `begin` on encrypt, or decrypt and verify."""
-        plain = view_of(request.address, request.nbytes).cast("B")
-        request.before = partial(self._stage, request, plain, begin)
-        if not request.write:
-            request.after = partial(self._decrypt, request, plain, begin, where)
+        cipher, plain = self._cipher, view_of(request.address, request.nbytes).cast("B")
+        here = slice(begin // self.unit, -(-(begin + request.nbytes) // self.unit))
 
-    def _stage(self, request: BlockRequest, plain: memoryview, begin: int) -> None:
-        """Let the buffer of this thread stand for memory, which is encrypted into it if written."""
-        cipher, staging = self._cipher, self._cipher.staging
-        for at in range(0, len(plain), self.unit) if request.write else ():
-            part = plain[at : at + self.unit]
-            nonce = next(cipher.nonces).to_bytes(_NONCE_BYTES, "big")
-            # The next unit is written over the tag.
-            sealed = staging.view[at : at + len(part) + _TAG_BYTES]
-            cipher.aead.encrypt_into(nonce, part, _place(request, at), sealed)
-            self._values[(begin + at) // self.unit] = nonce + bytes(sealed[len(part) :])
-        request.address, request.whole_pages = staging.address, True
+        def before() -> None:
+            if request.write:
+                self._values[here] = cipher.encrypt(request, plain, self.unit)
+            request.address, request.whole_pages = cipher.staging.address, True
 
-    def _decrypt(self, request: BlockRequest, plain: memoryview, begin: int, where: str) -> None:
-        """Decrypt the buffer of this thread into memory; raise CorruptDataError on a wrong tag."""
-        cipher = self._cipher
-        # Backwards: each tag is put where the next unit was.
-        for at in reversed(range(0, len(plain), self.unit)):
-            part, tag = plain[at : at + self.unit], self._values[(begin + at) // self.unit]
-            sealed = cipher.staging.view[at : at + len(part) + _TAG_BYTES]
-            sealed[len(part) :] = tag[_NONCE_BYTES:]
-            try:
-                cipher.aead.decrypt_into(tag[:_NONCE_BYTES], sealed, _place(request, at), part)
-            except cipher.wrong_tag:
-                why = "is failing, or somebody has changed what is there"
-                offset, by = request.offset + at, "tag of the encryption"
-                raise corrupt_data(where, len(part), offset, by, why) from None
+        def decrypt() -> None:
+            cipher.decrypt(request, plain, self.unit, self._values[here], where)
+
+        request.before, request.after = before, None if request.write else decrypt
 
 
-def _place(request: BlockRequest, at: int) -> bytes:
-    return (request.offset + at).to_bytes(8, "big")
+def _place(request: BlockRequest, begin: int) -> bytes:
+    return (request.offset + begin).to_bytes(8, "big")

@@ -246,7 +246,7 @@ class PathQueue:
             now = perf_counter()
             was_saturated = self._is_saturated()
             if request_over := in_flight.block_ended():
-                self._request_seconds += (now - in_flight.begun[0] - self._request_seconds) / 4
+                self._request_seconds += (now - in_flight.begun.at - self._request_seconds) / 4
                 direction, queue, nbytes = part.direction, in_flight.queue, in_flight.nbytes
                 begun, saturated = in_flight.begun, self._is_saturated()
                 self.bandwidth.completed(direction, nbytes, now, begun, saturated=saturated)

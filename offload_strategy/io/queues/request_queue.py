@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from offload_strategy.io.bandwidth.estimator import Begun
@@ -136,7 +136,7 @@ class InFlight:
     queue: RequestQueue
     blocks: list[tuple[StripeMove, int, int]]
     urgent: bool
-    begun: Begun = (0.0, 0.0)
+    begun: Begun = field(default=Begun(0.0, 0.0))
     nbytes: int = 0
     left: int = 0
 

@@ -32,6 +32,18 @@ def create_unnamed(directory: Path) -> int:
     return fd
 
 
+def _moves_pages(fd: int) -> bool:
+    """Whether a page can be written and read back; OSError if the disk fails."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    page[:4] = b"page"
+    try:
+        return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == PAGE_BYTES
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
+        return False
+
+
 def switch_to_direct_io(fd: int) -> bool:
     """Switch an empty file to direct I/O; False without support for it, OSError if a disk fails."""
     direct = getattr(os, "O_DIRECT", 0)
@@ -39,15 +51,12 @@ def switch_to_direct_io(fd: int) -> bool:
         return False
     from fcntl import F_GETFL, F_SETFL, fcntl
 
-    flags, page = fcntl(fd, F_GETFL), mmap.mmap(-1, PAGE_BYTES)
-    page[:4] = b"page"
+    flags = fcntl(fd, F_GETFL)
     try:
         fcntl(fd, F_SETFL, flags | direct)
-        moves = os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == PAGE_BYTES
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise
-        moves = False
+    except OSError:
+        return False
+    moves = _moves_pages(fd)
     if not moves:
         fcntl(fd, F_SETFL, flags)
     os.ftruncate(fd, 0)

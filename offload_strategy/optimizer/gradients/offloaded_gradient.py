@@ -283,7 +283,8 @@ def _edit_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradients, *rest = args
-    found, *arguments = rest if op is UNSCALE else [None, *rest]
+    found = rest[0] if op is UNSCALE else None
+    arguments = rest[1:] if op is UNSCALE else rest
     # One number for each gradient, or the same for all of them.
     each = arguments[0] if op in WITH_A_NUMBER_EACH else None
     numbers = arguments if each is None else each
@@ -367,10 +368,6 @@ def _like(op: OpOverload, args: Arguments, options: Options) -> Any:
     return op(like, *args[1:], **{**options, "device": device})
 
 
-_MAKES_A_TENSOR_LIKE = (
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-)
 _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
     **dict.fromkeys(FOR_ONE, _edit_one),
     **dict.fromkeys(FOR_LISTS, _edit_each),
@@ -379,8 +376,16 @@ _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
     aten.norm.Scalar: _norm_of_one,
     aten.zero_.default: _zero_one,
     aten._foreach_zero_.default: _zero_each,
-    **dict.fromkeys([aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor], _overwrite),
-    **dict.fromkeys(operators(_MAKES_A_TENSOR_LIKE, ["default"]), _like),
+    **dict.fromkeys(operators("copy_.default", "fill_.Scalar", "fill_.Tensor"), _overwrite),
+    **dict.fromkeys(
+        operators(
+            *("empty_like.default", "zeros_like.default", "ones_like.default"),
+            *("full_like.default", "rand_like.default", "randn_like.default"),
+            *("new_empty.default", "new_empty_strided.default", "new_zeros.default"),
+            *("new_ones.default", "new_full.default"),
+        ),
+        _like,
+    ),
     aten.detach.default: lambda op, args, options: args[0].data,
     aten.alias.default: lambda op, args, options: args[0].data,
     aten.detach_.default: lambda op, args, options: args[0],

@@ -24,23 +24,37 @@ aten = torch.ops.aten
 Argument = bool | int | float | torch.Tensor | None
 
 
-def operators(names: Sequence[str], overloads: Sequence[str]) -> frozenset[OpOverload]:
-    """These overloads of each of these operators of `torch.ops.aten`."""
-    return frozenset(getattr(getattr(aten, name), each) for name in names for each in overloads)
+def operators(*names: str) -> frozenset[OpOverload]:
+    """Operators of `torch.ops.aten` by name and overload."""
+    return frozenset(
+        getattr(getattr(aten, name), overload) for name, overload in (n.split(".") for n in names)
+    )
 
 
 UNSCALE: OpOverload = aten._amp_foreach_non_finite_check_and_unscale_.default
-#: Operators that change nothing if their factor, or divisor, is one.
-_SCALES = {UNSCALE} | operators(["mul_", "div_"], ["Tensor", "Scalar"])
-_SCALES |= operators(["_foreach_mul_", "_foreach_div_"], ["Tensor", "Scalar", "ScalarList"])
-_CLAMPS = operators(["clamp_", "clamp_min_", "clamp_max_"], ["default", "Tensor"])
-_CLAMPS |= operators(["_foreach_clamp_min_", "_foreach_clamp_max_"], ["Scalar", "ScalarList"])
-#: Recorded operators whose first argument is a list of gradients.
-FOR_LISTS = frozenset(op for op in _SCALES | _CLAMPS if "_foreach_" in op._opname)
+_SCALES_ONE = operators("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar")
+_SCALES_LISTS = operators(
+    *("_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.ScalarList"),
+    *("_foreach_div_.Scalar", "_foreach_div_.Tensor", "_foreach_div_.ScalarList"),
+)
 #: Recorded operators whose first argument is the gradient.
-FOR_ONE = (_SCALES | _CLAMPS) - FOR_LISTS
-#: Those for lists whose second argument is a list with a number for each gradient.
+FOR_ONE = _SCALES_ONE | operators(
+    *("clamp_.default", "clamp_.Tensor", "clamp_min_.default", "clamp_min_.Tensor"),
+    *("clamp_max_.default", "clamp_max_.Tensor"),
+)
+#: Recorded operators whose first argument is a list of gradients.
+FOR_LISTS = (
+    _SCALES_LISTS
+    | {UNSCALE}
+    | operators(
+        *("_foreach_clamp_min_.Scalar", "_foreach_clamp_min_.ScalarList"),
+        *("_foreach_clamp_max_.Scalar", "_foreach_clamp_max_.ScalarList"),
+    )
+)
+#: Those of them whose second argument is a list with a number for each gradient.
 WITH_A_NUMBER_EACH = frozenset(op for op in FOR_LISTS if op._overloadname == "ScalarList")
+#: Operators that change nothing if their factor, or divisor, is one.
+_SCALES = _SCALES_ONE | _SCALES_LISTS | {UNSCALE}
 
 #: Dtypes of gradients whose edits are recorded.
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -77,7 +77,7 @@ class AheadUpdate:
     segments: Sequence[Segment] = ()
     ticket: Ticket | None = None
     stored: dict[int, StoredWeight] = field(default_factory=dict)
-    #: Whether `step()` has found the same weights; None before it has compared them.
+    #: Whether `Updater.compare_weights` has found the same weights; None where `commit` compares.
     unchanged: bool | None = None
 
     def may_be_valid(self, group: dict[str, Any]) -> bool:

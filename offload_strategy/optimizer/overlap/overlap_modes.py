@@ -26,6 +26,7 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
@@ -257,14 +258,16 @@ class EagerUpdates(BackwardOverlap):
         ready = sorted(subgroup.ready)
         gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
-        sliced = [each for index in ready if (each := subgroup.slices[index]).rows is not None]
-        for parameter in {each.parameter for each in sliced}:
-            # Those of which slices are left are held, the others released.
-            left = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
-            (self._begun.add if left else self._begun.discard)(parameter)
-            self._updater.weights.residency.set_held(parameter, left)
+        self._hold_begun([subgroup.slices[index] for index in ready])
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
+
+    def _hold_begun(self, slices: Sequence[ParameterSlice]) -> None:
+        """Hold the weights, about to be updated, of which slices are left; release the others."""
+        for parameter in {each.parameter for each in slices if each.rows is not None}:
+            begun = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
+            (self._begun.add if begun else self._begun.discard)(parameter)
+            self._updater.weights.residency.set_held(parameter, begun)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit."""

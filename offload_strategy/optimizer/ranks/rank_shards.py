@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class RankShards:
         self._registry = registry
         self._seen_changes = -1
         self._has_gradients = False
-        self.updater = updater
+        self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
@@ -92,7 +93,7 @@ class RankShards:
             known = [owners[each] for each in parameters if each in owners]
             subgroup.owner = known[0] if known else elements.index(min(elements))
             elements[subgroup.owner] += sum(each.numel for each in subgroup.slices)
-            if self.updater.weights.streams:
+            if self._updater.weights.streams:
                 owners.update(dict.fromkeys(parameters, subgroup.owner))
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
@@ -118,7 +119,7 @@ class RankShards:
 
     def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
         """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
-        group, weights = self._sharding_group, self.updater.weights
+        group, weights = self._sharding_group, self._updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
         if self._sharing is None and weights.streams and group.ranks().on_one_machine:
@@ -127,9 +128,9 @@ class RankShards:
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
         flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
         flags += [sharing is None or not sharing.can_share(p) for p in parameters.values()]
-        found = iter(group.any_rank(flags))
-        changing = [s for s in subgroups if next(found)]
-        sent = {key for key in parameters if next(found)}
+        flags = group.any_rank(flags)
+        changing = list(compress(subgroups, flags[: len(subgroups)]))
+        sent = set(compress(parameters, flags[len(subgroups) :]))
         return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states
@@ -208,9 +209,9 @@ class RankShards:
         """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""
         owner = subgroup.owner
         if group is None:
-            yield from self.updater.values(subgroup)
+            yield from self._updater.values(subgroup)
         elif owner == group.rank:
-            for values in self.updater.values(subgroup):
+            for values in self._updater.values(subgroup):
                 group.wait(group.broadcast(values.contiguous(), owner))
                 yield values
         else:

@@ -186,7 +186,8 @@ class StepBroadcasts:
         """Send slices of streamed weights, each from its owner to all other ranks."""
         rank, weights = dp_group.rank, self._weights
         for place, (slices, owner) in enumerate(to_send, start=1):
-            for following, its_owner in to_send[place : place + 1]:
+            if place < len(to_send):
+                following, its_owner = to_send[place]
                 if its_owner == rank:
                     weights.residency.prefetch(each.parameter for each in following)
             values = weights.copies(slices) if owner == rank else weights.memory_for(slices)

@@ -122,6 +122,11 @@ class Placement:
         return all(fit.ok for fit in self.fits)
 
     @property
+    def shortage(self) -> float:
+        """How many times as much as there is the scarcest resource would have to be."""
+        return max(fit.needed_bytes / max(1, fit.available_bytes) for fit in self.fits)
+
+    @property
     def uses_drives(self) -> bool:
         """Whether anything is on the drives."""
         return any(split.ssd_bytes for split in self.offloaded.values())

@@ -1,11 +1,9 @@
-"""`ssd-offload init | run`: writes a launch file for this machine, and starts a training."""
+"""`ssd-offload init`: writes a launch file for this machine, or adds its section to one."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -13,13 +11,12 @@ from string import Template
 import torch
 import yaml
 
-from offload_strategy.cli.options import Command, check_writable
+from offload_strategy.cli.options import Command, Option, check_writable
 from offload_strategy.cli.this_machine import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.host_memory.c_allocator import launch_environment
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import GiB, format_size
@@ -27,6 +24,16 @@ from offload_strategy.units import GiB, format_size
 _SECTION = re.compile(rf"^{ACCELERATE_SECTION}:.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 #: Of host memory, for a tier in front of the drives; of free disk, for what the file proposes.
 _HOST_SHARE, _DISK_SHARE = 0.5, 0.8
+_ABOUT = (
+    "Write a launch file for `accelerate launch` with the drives of this machine, measured for a "
+    "moment unless `bench` or a run has measured them, and ask nothing. $SSD_OFFLOAD_DIR names "
+    "another directory."
+)
+_OPTIONS: list[Option] = [
+    ("file", "default: offload.yaml", {"nargs": "?", "type": Path, "default": "offload.yaml"}),
+    ("--into FILE", "add the section to what `accelerate config` wrote"),
+    ("--force", "replace the file, or the section"),
+]
 
 
 def _init(options: argparse.Namespace) -> None:
@@ -103,37 +110,4 @@ def _gib(nbytes: float) -> str:
     return f"{max(1, int(nbytes / GiB))}GiB"
 
 
-def _run(options: argparse.Namespace) -> None:
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        raise ConfigError("run: name the command to start: ssd-offload run python train.py")
-    if hasattr(signal, "SIGPIPE"):
-        # Python ignores it, and a command that is started from here would do so, too.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        os.execvpe(command[0], command, {**os.environ, **launch_environment()})
-    except OSError as error:
-        raise ConfigError(f"run: {command[0]}: {error.strerror}") from error
-
-
-INIT = Command(
-    "init",
-    _init,
-    "write a launch file for this machine",
-    [
-        ("file", "default: offload.yaml", {"nargs": "?", "type": Path, "default": "offload.yaml"}),
-        ("--into FILE", "add the section to what `accelerate config` wrote"),
-        ("--force", "replace the file, or the section"),
-    ],
-    "Write a launch file for `accelerate launch` with the drives of this machine, measured for a "
-    "moment unless `bench` or a run has measured them, and ask nothing. $SSD_OFFLOAD_DIR names "
-    "another directory.",
-)
-RUN = Command(
-    "run",
-    _run,
-    "start a training whose process needs less memory",
-    [("command", "with its arguments", {"nargs": argparse.REMAINDER})],
-    "Start a command, such as `python train.py`, with settings of the C library's allocator that "
-    "only a new process can have. `accelerate launch` does this by itself.",
-)
+COMMAND = Command("init", _init, "write a launch file for this machine", _OPTIONS, _ABOUT)
