@@ -96,8 +96,9 @@ class AttachedOptimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
-        wrapper = wrapper_class(OffloadedOptimizer, type(optimizer))
-        wrapped: OffloadedOptimizer = wrapper(
+        base: Any = OffloadedOptimizer
+        kind: Any = type(optimizer)
+        wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
             self._resources.clients["optimizer"],

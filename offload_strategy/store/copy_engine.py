@@ -332,7 +332,8 @@ def _range_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if nbytes > min(_STAGING_BYTES, _MOST_SPREAD * sum(sizes)):
         return None
     whole = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return whole.set_(hosts[0].untyped_storage(), first, (nbytes,))
+    whole.set_(hosts[0].untyped_storage(), first, (nbytes,), (1,))
+    return whole
 
 
 def _staging(nbytes: int, device: torch.device) -> torch.Tensor | None:

@@ -10,13 +10,14 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LAZY = (UninitializedBuffer, UninitializedParameter)
 
 # Those of all engines of the process, so that no two offload the same module's activations.
 _registries: weakref.WeakSet[ParameterRegistry] = weakref.WeakSet()
@@ -65,7 +66,7 @@ class ParameterRegistry:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
-                if is_lazy(tensor):
+                if isinstance(tensor, _LAZY):
                     self._lazy.append(weakref.ref(tensor))
                     continue
                 for storage in _storages_of(tensor):
@@ -78,7 +79,7 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
-        if self._lazy and not all(is_lazy(lazy()) for lazy in self._lazy):
+        if self._lazy and not all(isinstance(lazy(), _LAZY) for lazy in self._lazy):
             self.refresh()  # a lazy module has materialized its weights in this pass
         for storage in _storages_of(tensor):
             reference = self._storages.get(storage._cdata)
