@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
