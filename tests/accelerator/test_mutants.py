@@ -39,10 +39,10 @@ LAYERS, ELEMENTS = 24, 32 * KiB
 SEEDS = 6
 
 
-def churn():
+def churn(elements=ELEMENTS):
     """Use the memory that was just freed."""
     for _ in range(4):
-        torch.full((ELEMENTS,), float("nan"), device=DEVICE)
+        torch.full((elements,), float("nan"), device=DEVICE)
 
 
 def model_on(engine):
@@ -58,16 +58,16 @@ def inputs(*shape, seed=0):
     return found.requires_grad_()
 
 
-def gradients(engine, seed):
+def gradients(engine, seed, elements=ELEMENTS):
     """Of three steps, on a stream of the user's with every other seed."""
-    model, x, found = model_on(engine), inputs(ELEMENTS), []
+    model, x, found = model_on(engine), inputs(elements), []
     stream = new_stream() if seed % 2 else torch.accelerator.current_stream()
     for _ in range(3):
         with using_stream(stream):
             loss = model(x).sum()
-            churn()
+            churn(elements)
             loss.backward()
-            churn()
+            churn(elements)
         torch.accelerator.current_stream().wait_stream(stream)
         found.append(x.grad.clone())
         torch.accelerator.current_stream().synchronize()
