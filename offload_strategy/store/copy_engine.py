@@ -191,7 +191,10 @@ class CopyEngine:
             for move in moves:
                 move.submit()
 
-        self._watcher.submit(when_reached)
+        try:
+            self._watcher.submit(when_reached)
+        except RuntimeError:  # out of threads: better late than never
+            when_reached()
 
     def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
