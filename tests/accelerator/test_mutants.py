@@ -149,6 +149,7 @@ def differs_where_replaced(disk, seed):
 SCENARIOS = [
     partial(differs, gradients, None),
     partial(differs, gradients, "1GiB"),
+    partial(differs, partial(gradients, elements=512 * KiB), "1GiB"),
     partial(differs, gradients_after_a_dropped_pass, None),
     too_much_memory,
     differs_where_replaced,
