@@ -242,6 +242,13 @@ class CopyEngine:
             self._loads.append((done, copies, hosts))
         return copies
 
+    def keep(self, sources: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Keep the sources of copies to the host for the next use, whatever frees the windows."""
+        compute = current_stream(self.device)
+        now, stream = compute.record_event(), compute.stream_id
+        for entry, source in sources:
+            entry.staged = DeviceCopy(source, now, stream, {stream})
+
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
         compute = current_stream(self.device)

@@ -183,7 +183,8 @@ class TensorStore:
             self._collect()
         staged, entry.staged = entry.staged, None
         if staged is not None:
-            return self.copies[entry.device].adopt(staged), False
+            shared = staged.tensor is entry.source
+            return self.copies[entry.device].adopt(staged), shared
         return self._reader.on_device(entry, self._reader.payload(entry))
 
     def private(self, ticket: Ticket) -> torch.Tensor:

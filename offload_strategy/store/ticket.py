@@ -35,7 +35,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(eq=False, slots=True)
 class DeviceCopy:
-    """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
+    """Bytes on a device, or on their way there: a flat uint8 tensor, or what was put.
+
+    The tensor is None once adopted.
+    """
 
     tensor: torch.Tensor | None
     #: The end of this copy and of those that were launched with it.
