@@ -383,7 +383,7 @@ class OffloadedOptimizer(Optimizer):
     def _discard_updates(self) -> None:
         """Drop what ran ahead of `step()`, and consolidated states, which are out of date."""
         if self._overlap is not None:
-            self._overlap.reset()
+            self._overlap.states_replaced()
         self._rank_shards.discard_consolidated()
 
     def stop_overlap(self) -> bool:

@@ -107,8 +107,8 @@ class Reader(StorePart):
                     ready.append((entry, payload))
                 else:
                     all_there = False
-        for device, together in itertools.groupby(kept, lambda pair: pair[0].device):
-            self.copies[device].keep(list(together))
+        for device, sources in itertools.groupby(kept, lambda pair: pair[0].device):
+            self.copies[device].keep(list(sources))
         while ready:
             device, nbytes, count = ready[0][0].device, 0, 0
             while count < len(ready) and nbytes < _TOGETHER and ready[count][0].device == device:

@@ -1,5 +1,6 @@
 """When updates run during backward, and where weights, states and gradients are between steps."""
 
+import copy
 import gc
 import weakref
 from itertools import pairwise
@@ -110,6 +111,26 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_a_step_after_states_were_loaded_since_backward_is_refused(disk):
+    with offloading(disk, "eager") as engine:
+        run = Run(adamw, engine)
+        run.backward(0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        state = copy.deepcopy(run.optimizer.state_dict())
+        run.optimizer.load_state_dict(state)  # no gradient has been used
+        run.backward(1)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.optimizer.load_state_dict(state)
+        with pytest.raises(OffloadError, match=r"loaded between a backward pass and its step\(\)"):
+            run.optimizer.step()
+        run.model.zero_grad()
+        run.backward(3)
+        run.optimizer.step()
         on_disk(engine)
         assert engine._resources.pool.usage().lent_bytes == 0
 

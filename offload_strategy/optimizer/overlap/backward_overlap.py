@@ -236,3 +236,7 @@ class BackwardOverlap(ABC):
     def gradients_cleared(self) -> None:
         """Handle `zero_grad`, before `step()` or after it."""
         self.reset()
+
+    def states_replaced(self) -> None:
+        """Handle other states, which may come between backward and `step()`."""
+        self.reset()

@@ -242,10 +242,12 @@ class EagerUpdates(BackwardOverlap):
         # Parameters of which some slices are updated. If streamed, they are written once, when all
         # slices have been: gradients of the other parameters of a subgroup may come much later.
         self._begun: set[torch.Tensor] = set()
-        #: Whether a backward has updated weights and no step() has followed.
-        self._unstepped = False
+        #: Whether a backward has updated weights and no step() has followed, and whether states
+        #: were loaded meanwhile.
+        self._unstepped = self._states_replaced = False
 
     def _begin_backward(self) -> None:
+        self._states_replaced = False
         self._check_stepped()
         super()._begin_backward()
 
@@ -270,7 +272,18 @@ class EagerUpdates(BackwardOverlap):
             self._updater.weights.residency.set_held(parameter, begun)
 
     def finish(self) -> list[AheadUpdate]:
-        """Update the subgroups whose gradients are left; there is nothing to commit."""
+        """Update the subgroups whose gradients are left; there is nothing to commit.
+
+        Raises `OffloadError` if states were loaded since some of them were used.
+        """
+        if self._states_replaced:
+            self._states_replaced = self._unstepped = False
+            raise OffloadError(
+                "with optimizer.overlap: eager states were loaded between a backward pass and its "
+                "step(). Its gradients have updated weights with the states before, so that the "
+                "weights are not those of any step: load the checkpoint again, weights and states, "
+                "and run backward after that, or use optimizer.overlap: commit."
+            )
         while self._waiting:
             self._prefetch_upcoming()
             self._update(self._waiting.popleft())
@@ -283,8 +296,14 @@ class EagerUpdates(BackwardOverlap):
 
     def gradients_cleared(self) -> None:
         """Raise `OffloadError` if no `step()` has followed an update of weights."""
+        self._states_replaced = False
         self.reset()
         self._check_stepped()
+
+    def states_replaced(self) -> None:
+        """Drop what is left of a pass whose other gradients were used: `step()` will refuse."""
+        self._states_replaced = self._unstepped or bool(self._gradients)
+        self.reset()
 
     def _check_stepped(self) -> None:
         if self._unstepped:
