@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import math
 import os
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
@@ -125,16 +127,26 @@ class DataParallelGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The small objects of all ranks, by rank, on each of them."""
-        found = [value] * self.size
-        dist.all_gather_object(found, value, group=self.process_group)
-        return found
+        self.ranks()
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered(torch.tensor(own.numel()))]
+        rows = self._gathered(pad(own, (0, max(sizes) - own.numel())))
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape, on the host."""
+        own = own.to(self._device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self.wait(dist.all_gather(found, own, self.process_group, async_op=True))
+        return [each.cpu() for each in found]
 
     def broadcast_metadata(self, value: StateSet, owner: int) -> StateSet:
         """The owner's metadata of states, which are small, on all ranks."""
-        box = [value]
-        group, device = self.process_group, self._device
-        dist.broadcast_object_list(box, group=group, group_src=owner, device=device)
-        return box[0]
+        found: StateSet = self.gather(value if self.rank == owner else None)[owner]
+        return found
 
     def barrier(self, call: str) -> None:
         """Wait for a limited time for the other ranks, which have to make the user's `call` too."""
