@@ -71,7 +71,8 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
     `is_weight` tells whether a tensor shares its storage with a parameter or buffer.
     """
     if type(tensor) not in _PLAIN:
-        return Stays.WEIGHT if is_weight(tensor) else Stays.SUBCLASS
+        weight = isinstance(tensor, torch.nn.Parameter) or is_weight(tensor)
+        return Stays.WEIGHT if weight else Stays.SUBCLASS
     # Ten questions to every saved tensor would cost more than to move it.
     keys = torch._C._dispatch_keys(tensor).raw_repr()
     if keys not in _KINDS:

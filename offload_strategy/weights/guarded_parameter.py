@@ -1,7 +1,8 @@
 """Guarded parameters: a class that intercepts every access to a weight outside its block.
 
 [Note: guarded parameters]
-While a block computes, its parameters are plain `nn.Parameter`. At any other time their bytes may
+While a block computes, its parameters are `ResidentParameter`: plain ones that tell their owner of
+accesses whose changes no version counter sees (`.data`, NumPy). At any other time their bytes may
 be offloaded, so they are of a class whose `__torch_function__` intercepts every access. Queries for
 shape, dtype, strides or the gradient are answered without the bytes; everything else loads them
 first. While the bytes are offloaded, the parameter's data is one NaN element expanded to its shape:
@@ -31,6 +32,7 @@ class _Owner(Protocol):
 
     form: torch.Tensor
     pinned: bool
+    changed: bool
     saving: Callable[[], AbstractContextManager[bool]]
 
     @property
@@ -42,6 +44,7 @@ class _Owner(Protocol):
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
+_DATA: Any = _Tensor.data
 _GETTERS = (
     "_backward_hooks _base _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
     "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr "
@@ -156,6 +159,45 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
+class ResidentParameter(nn.Parameter):
+    """A streamed parameter while its block computes; see [Note: guarded parameters]."""
+
+    stands_for_plain = True
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """An alias of the values, which are taken to change through it."""
+        _note_change(self)
+        values: torch.Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _note_change(self)
+        _DATA.__set__(self, values)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an array of the values, which are taken to change through it."""
+        _note_change(self)
+        return super().numpy(*args, **kwargs)
+
+    def detach(self) -> torch.Tensor:
+        """Return what a plain parameter does, and from `nn.Parameter(parameter)` a plain one."""
+        if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
+            return super().detach()
+        _note_change(self)
+        unguard(self)
+        return _Tensor._make_subclass(nn.Parameter, super().detach())
+
+    __deepcopy__ = GuardedParameter.__deepcopy__
+
+
+def _note_change(parameter: ResidentParameter) -> None:
+    owner = _owners.get(parameter)
+    if owner is not None:
+        owner.changed = True
+
+
 def _edges(inputs: Sequence[Any]) -> list[Any]:
     """Replace guarded inputs of `torch.autograd.grad` by gradient edges, which need no values."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -182,6 +224,11 @@ def guard(parameter: nn.Parameter, owner: _Owner) -> None:
     parameter.__class__ = GuardedParameter
 
 
+def expose(parameter: nn.Parameter) -> None:
+    """Let a block compute with a parameter."""
+    parameter.__class__ = ResidentParameter
+
+
 def unguard(parameter: nn.Parameter, *, for_good: bool = False) -> None:
     """Make it a plain parameter again."""
     parameter.__class__ = nn.Parameter
@@ -192,7 +239,7 @@ def unguard(parameter: nn.Parameter, *, for_good: bool = False) -> None:
 def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the data of a parameter, guarded or not."""
     with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = values
+        _DATA.__set__(parameter, values)
 
 
 def nan_placeholder(form: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,13 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.weights.guarded_parameter import guard, nan_placeholder, set_data, unguard
+from offload_strategy.weights.guarded_parameter import (
+    expose,
+    guard,
+    nan_placeholder,
+    set_data,
+    unguard,
+)
 
 _CLIENT = "parameters"
 #: Use count of a storage that only the parameter holds: its Python object and its tensor.
@@ -138,7 +144,7 @@ class StreamedWeight:
         self.users += 1
         self._unguarded += 1
         if self._unguarded == 1 and (parameter := self.parameter()) is not None:
-            unguard(parameter)
+            expose(parameter)
 
     def release(self) -> None:
         """Undo one `acquire`."""

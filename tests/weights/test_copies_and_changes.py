@@ -329,6 +329,33 @@ def test_changes_between_steps(model, optimizer, engine, change, from_disk):
     return history
 
 
+IN_FORWARD = {
+    "limited": lambda layer: layer.weight.data.clamp_(-0.1, 0.1),
+    "replaced": lambda layer: setattr(layer.weight, "data", layer.weight.data.mul(0.9)),
+    "by numpy": lambda layer: layer.bias.numpy().__imul__(0.5),
+    "detached": lambda layer: layer.weight.detach().mul_(0.9),
+}
+
+
+@pytest.mark.parametrize("change", IN_FORWARD)
+@compared()
+def test_changes_by_a_block_itself(model, optimizer, change):
+    """By layers that limit their weights, by codebooks, by adapters that are merged."""
+
+    def hook(layer, _):
+        IN_FORWARD[change](layer)
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and (change != "by numpy" or layer.bias is not None):
+            if change == "by numpy":
+                layer.bias.requires_grad_(False)
+            layer.register_forward_pre_hook(hook)
+    history = train(model, optimizer)
+    with torch.no_grad():
+        history.append({"evaluated": loss(model).detach()})
+    return [*history, *train(model, optimizer)]
+
+
 @pytest.mark.parametrize("overlap", ["commit"])
 @pytest.mark.parametrize("change", ["in place", "through numpy and dlpack", "data set"])
 @pytest.mark.parametrize("from_disk", [False, True])
