@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from tests.optimizer.custom_optimizers import twisted
+from tests.optimizer.gradients.acts import halved
 from tests.optimizer.runs import (
     EVERY_OVERLAP,
     OPTIMIZERS,
@@ -169,6 +170,7 @@ def _edit_twice(edit):
 
 #: The last three of them increment no version counter.
 EDITS = {
+    "gradients changed by operators that do not declare it": lambda p: halved(p.grad),
     "gradients changed through views": lambda p: p.grad[0].zero_(),
     "gradients replaced": lambda p: setattr(p, "grad", p.grad * 2),
     "gradients replaced, transposed": lambda p: setattr(p, "grad", p.grad.t().contiguous().t()),

@@ -43,6 +43,8 @@ from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.torch_support.interrupts import default_modes
 
 aten = torch.ops.aten
+#: Namespaces of operators that declare every argument that they change.
+_DECLARING = ("aten", "prims")
 
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
@@ -225,6 +227,8 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     What the operator declares to change, or to return an alias of, is materialized; the rest is
     read. Changed gradients are in the result, with the metadata that their values have then.
     """
+    # Collectives, and operators of other libraries, may change what they do not declare to change.
+    declares_nothing = op.namespace not in _DECLARING and not op._schema.is_mutable
     # `x.set_(y)` makes an alias of y without declaring it.
     aliases_all = op.overloadpacket is aten.set_
     reshapes = aliases_all or torch.Tag.inplace_view in op.tags
@@ -237,12 +241,12 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
         if not isinstance(value, OffloadedGradient):
             return value
         backing, alias = value.backing, declared.alias_info
-        if alias is None and not aliases_all:
+        if alias is None and not aliases_all and not declares_nothing:
             if id(backing) not in was_read:
                 was_read[id(backing)] = backing.read()
             return was_read[id(backing)]
         values = backing.materialize()
-        if alias is not None and alias.is_write:
+        if declares_nothing or (alias is not None and alias.is_write):
             if reshapes:
                 values = values.detach()  # the shape of other aliases stays
             changed.append((values, value))

@@ -9,6 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
+#: Changes its argument and, like the collectives of c10d, does not declare it.
+_LIBRARY = torch.library.Library("offload_strategy_tests", "FRAGMENT")
+_LIBRARY.define("halve(Tensor[] tensors) -> Tensor[]")
+_LIBRARY.impl(
+    "halve", lambda tensors: [each.mul_(0.5) for each in tensors], "CompositeExplicitAutograd"
+)
+
+
+def halved(g: torch.Tensor) -> Any:
+    """What an operator returns that changes the gradient without declaring it."""
+    (result,) = torch.ops.offload_strategy_tests.halve([g])
+    return result
+
 
 def through_torch_save(g: torch.Tensor) -> Any:
     file = io.BytesIO()
@@ -118,6 +131,7 @@ PINS: dict[str, Callable[[Any], Any]] = {
     "as_tensor": lambda g: torch.as_tensor(g).mul_(torch.full_like(g, 3.0)),
     "copy": lambda g: copy.copy(g).add_(1),
     "deepcopy with a row": copied_with_a_row,
+    "changed without being declared": halved,
     "size of its storage": lambda g: g.untyped_storage().nbytes(),
     "address": lambda g: g.data_ptr() % 8,
     "shared": lambda g: (g.share_memory_() is g, g.is_shared()),
