@@ -183,6 +183,28 @@ EDITS = {
 }
 
 
+#: What happens inside a setting of a group between backward and `step()`.
+SETTING_EDITS = {
+    "a nested list": lambda group: group["nested"]["rates"].append(
+        group["nested"]["rates"][-1] / 2
+    ),
+    "an array": lambda group: np.multiply(group["array"], 0.5, out=group["array"]),
+}
+
+
+@pytest.mark.parametrize("name", SETTING_EDITS)
+def test_settings_inside_of_others_are_those_of_the_step(name, disk):
+    def make(model):
+        settings = {"nested": {"rates": [0.5]}, "array": np.full(2, 0.25)}
+        rate = lambda o, g, p, s: p.grad * (g["nested"]["rates"][-1] + float(g["array"][1]))  # noqa: E731
+        return twisted(rate)([{"params": list(model.parameters()), **settings}])
+
+    def script(run):
+        steps(run, 4, 0, lambda number: SETTING_EDITS[name](run.optimizer.param_groups[0]))
+
+    compare(script, make, disk)
+
+
 def _some_inputs_only(run):
     for number in range(4):
         run.optimizer.zero_grad()

@@ -45,7 +45,12 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     def own(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.clone()
-        return copy(value) if isinstance(value, list | dict | set) else value
+        if type(value) is dict:
+            return {key: own(each) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(own, value))
+        changeable = isinstance(value, list | dict | set) or hasattr(value, "__array__")
+        return copy(value) if changeable else value
 
     return {name: own(value) for name, value in group.items() if name != "params"}
 
@@ -116,10 +121,18 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
 
     def equal(one: Any, other: Any) -> bool:
+        kinds = type(one), type(other)
+        if kinds == (dict, dict):
+            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        if kinds in ((list, list), (tuple, tuple)):
+            return len(one) == len(other) and all(map(equal, one, other))
         tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
-        return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
+        try:
+            return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
+        except Exception:  # such as arrays, whose comparison is an array
+            return False
 
-    return before.keys() == now.keys() and all(equal(before[name], now[name]) for name in now)
+    return equal(before, now)
 
 
 @torch.no_grad()
