@@ -6,7 +6,7 @@ See [Note: commit] in overlap/ahead_update.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from timeit import default_timer as perf_counter
@@ -48,7 +48,7 @@ from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
-from offload_strategy.torch_support.accelerator import is_asynchronous
+from offload_strategy.torch_support.accelerator import Autocast, is_asynchronous
 
 
 class Updater:
@@ -79,6 +79,8 @@ class Updater:
         # Whether the user's instance selects foreach by itself, by group.
         self._foreach: dict[int, bool] = {}
         self.precision = precision
+        # Of the last step, by type of device.
+        self._autocast: dict[str, Autocast] = {}
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
 
@@ -92,6 +94,14 @@ class Updater:
         record = UpdateRecord(perf_counter())
         yield record
         self._store.recorder.updated(record)
+
+    def autocast_of_step(self, subgroup: Subgroup) -> AbstractContextManager[object]:
+        """Run an update during backward, which may inherit autocast, under that of `step()`.
+
+        It is expected to be that of the last step, and at first none.
+        """
+        kind = subgroup.slices[0].parameter.device.type
+        return self._autocast.setdefault(kind, Autocast(kind)).entered()
 
     # ------------------------------------------------------------------ updates
     @torch.no_grad()
@@ -185,7 +195,9 @@ class Updater:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             record.written_bytes = new.nbytes
-            ahead = AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, memory)
+            autocast = Autocast.current(device.type)
+            inputs = versions, bits, hyper, autocast, old
+            ahead = AheadUpdate(subgroup, indices, *inputs, new, memory)
             for place, content in contents.items():
                 ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)
                 ahead.stored[place] = StoredWeight(ticket, content)
@@ -271,6 +283,7 @@ class Updater:
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""
+        self._autocast = {kind: Autocast.current(kind) for kind in self._autocast}
         self._rehearsed.clear()
         self._foreach.clear()
         self._store.pass_begins()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import get_device_module
@@ -19,6 +19,27 @@ from torch import get_device_module
 _SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
 
 _Held = TypeVar("_Held")
+
+
+class Autocast(NamedTuple):
+    """To what autocast converts on devices of one type; None while it is disabled."""
+
+    device_type: str
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def current(cls, device_type: str) -> Autocast:
+        """Return that of this thread."""
+        available = torch.amp.is_autocast_available(device_type)
+        if not available or not torch.is_autocast_enabled(device_type):
+            return cls(device_type)
+        return cls(device_type, torch.get_autocast_dtype(device_type))
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Run a block under it, whatever the current one is."""
+        if self == self.current(self.device_type):
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
 
 
 @cache

@@ -205,6 +205,25 @@ def test_settings_inside_of_others_are_those_of_the_step(name, disk):
     compare(script, make, disk)
 
 
+@pytest.mark.parametrize(
+    ("steps_inside", "overlap"), [*product((False, True), OVERLAPS), (False, "eager")]
+)
+def test_updates_run_under_the_autocast_of_their_step(steps_inside, overlap, disk):
+    """And not under that of backward, from which they run ahead."""
+
+    def script(run):
+        for number in range(5):
+            run.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                run.backward(number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=steps_inside and number > 1):
+                run.step()
+
+    metrics = compare(script, OPTIMIZERS["Adafactor"], disk, overlap)
+    redone = metrics["offload/optimizer/redone_steps"]
+    assert redone == (steps_inside and overlap == "commit")
+
+
 def _some_inputs_only(run):
     for number in range(4):
         run.optimizer.zero_grad()

@@ -3,9 +3,9 @@
 [Note: commit]
 Ahead of `step()` nothing visible may change. So the update runs on copies of weights and states,
 which become new tickets; the old states stay where they are. `step()` checks that the inputs of the
-update are still the same (gradients, hyper-parameters, weights). If so, states are replaced by
-swapping tickets, and weights are copied into the existing storage (never `p.data = ...`: aliases
-would become stale). If not, the new tickets are dropped and the update runs again, in place.
+update are still the same (gradients, hyper-parameters, weights, autocast). If so, states are
+replaced by swapping tickets, and weights are copied into the existing storage (never
+`p.data = ...`: aliases would become stale). If not, the new tickets are dropped and the update runs again, in place.
 
 [Note: what version counters do not see]
 Weights may change between backward and `step()` without their version counters: `p.data.clamp_`,
@@ -32,6 +32,7 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
 from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
 from offload_strategy.store.ticket import Ticket
+from offload_strategy.torch_support.accelerator import Autocast
 
 
 def with_gradient(subgroup: Subgroup) -> list[int]:
@@ -74,6 +75,7 @@ class AheadUpdate:
     versions: list[int]
     bits: torch.Tensor
     hyper: dict[str, Any]
+    autocast: Autocast
     old_states: StateSet
     states: StateSet
     #: Copies of weights, until they are offloaded to a ticket with these segments; but for those
@@ -93,6 +95,7 @@ class AheadUpdate:
         return (
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
+            and self.autocast == Autocast.current(self.autocast.device_type)
             and _same(self.hyper, hyper_parameters(group))
             and self.versions == [parameter._version for parameter in self.parameters()]
         )

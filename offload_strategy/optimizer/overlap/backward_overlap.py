@@ -180,7 +180,9 @@ class BackwardOverlap(ABC):
                 parameters = {id(waiting.slices[0].parameter) for waiting in self._waiting}
                 if len(parameters) <= _MAX_WAITING:
                     return
-            self._update(self._waiting.popleft())
+            subgroup = self._waiting.popleft()
+            with self._updater.autocast_of_step(subgroup):
+                self._update(subgroup)
             self._prefetch_upcoming()
 
     def _incomplete(self) -> Iterator[Subgroup]:
