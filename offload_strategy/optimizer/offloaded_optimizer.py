@@ -96,12 +96,12 @@ class OffloadedOptimizer(Optimizer):
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "eager":
-            self._overlap = EagerUpdates(self._updater, is_last)
+            self._overlap = EagerUpdates(self._updater, is_last, self._is_planned)
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
-            self._overlap = CommittedUpdates(self._updater, is_last, retained)
+            self._overlap = CommittedUpdates(self._updater, is_last, self._is_planned, retained)
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -359,12 +359,17 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
+    def _is_planned(self) -> bool:
+        """Whether the groups have the parameters for which the subgroups were planned."""
+        groups = enumerate(self.inner.param_groups)
+        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
+        subgroups = self._subgroups
+        return wanted == {(s.group_index, id(e.parameter)) for s in subgroups for e in s.slices}
+
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
-        groups = enumerate(self.inner.param_groups)
-        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
-        if wanted == {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}:
+        if self._is_planned():
             return subgroups
         for ahead_update in () if self._overlap is None else self._overlap.finish():
             self._updater.drop(ahead_update)  # those of `eager` have been made
@@ -375,7 +380,7 @@ class OffloadedOptimizer(Optimizer):
         subgroups.clear()
         self._plan()
         self._updater.replace_states(states, self._rank_shards.own(subgroups))
-        for gone in self._hooks.keys() - {key for _, key in wanted}:
+        for gone in self._hooks.keys() - set(map(id, self.parameters())):
             self._hooks.pop(gone).remove()
         self._register_hooks()
         return subgroups

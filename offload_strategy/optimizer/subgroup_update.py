@@ -85,8 +85,12 @@ class Updater:
         self.has_begun = False
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
-        """The parameter group of a subgroup, looked up again as loading a state replaces it."""
-        return self._optimizer.param_groups[subgroup.group_index]
+        """The parameter group of a subgroup, looked up again as loading a state replaces it.
+
+        An empty one, which is no update's, if it was deleted after backward.
+        """
+        groups, index = self._optimizer.param_groups, subgroup.group_index
+        return groups[index] if index < len(groups) else {}
 
     @contextmanager
     def _measured(self) -> Iterator[UpdateRecord]:

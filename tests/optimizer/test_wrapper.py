@@ -21,7 +21,16 @@ from offload_strategy.optimizer import subgroup_update
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT
 from offload_strategy.optimizer.user_class import inner_step
-from tests.optimizer.runs import Run, adamw, compare, make_net, offloading, snapshot, steps
+from tests.optimizer.runs import (
+    Run,
+    adamw,
+    compare,
+    make_layers,
+    make_net,
+    offloading,
+    snapshot,
+    steps,
+)
 from tests.training import assert_same_bits, bits, break_disk, in_turn, on_disk, weights
 
 SCHEDULERS = {
@@ -99,6 +108,39 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
                 run.backward(number, extra=True)
             run.optimizer.step()
             run.history.append(snapshot(model))  # who is gone has a state only in plain torch
+
+    compare(script, None, disk, overlap)
+
+
+GROUP_EDITS = {
+    "deleted": lambda groups: groups.pop(0),
+    "swapped": lambda groups: groups.reverse(),
+    "without a parameter": lambda groups: groups[0]["params"].pop(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "overlap"),
+    [("between steps", "commit"), ("between steps", "eager"), ("before a step", "commit")],
+)
+@pytest.mark.parametrize("name", GROUP_EDITS)
+def test_groups_that_are_edited_in_place_are_planned_again(name, when, overlap, disk):
+    def script(run):
+        run.model = make_layers(4, 8)
+        groups = [
+            {"params": [run.model[i].weight for i in (j, j + 1)], "lr": 0.1 / (j + 1)}
+            for j in (0, 2)
+        ]
+        run.optimizer = run.wrap(AdamW(groups))
+        for number in range(5):
+            if (number, when) == (2, "between steps"):
+                GROUP_EDITS[name](run.optimizer.param_groups)
+            run.model.zero_grad()
+            run.model(torch.full((2, 8), number / 2 - 0.4)).pow(2).sum().backward()
+            if (number, when) == (2, "before a step"):
+                GROUP_EDITS[name](run.optimizer.param_groups)
+            run.optimizer.step()
+            run.history.append(snapshot(run.model, gradients=overlap == "commit"))
 
     compare(script, None, disk, overlap)
 

@@ -5,7 +5,8 @@ Ahead of `step()` nothing visible may change. So the update runs on copies of we
 which become new tickets; the old states stay where they are. `step()` checks that the inputs of the
 update are still the same (gradients, hyper-parameters, weights, autocast). If so, states are
 replaced by swapping tickets, and weights are copied into the existing storage (never
-`p.data = ...`: aliases would become stale). If not, the new tickets are dropped and the update runs again, in place.
+`p.data = ...`: aliases would become stale). If not, the new tickets are dropped and the update
+runs again, in place.
 
 [Note: what version counters do not see]
 Weights may change between backward and `step()` without their version counters: `p.data.clamp_`,

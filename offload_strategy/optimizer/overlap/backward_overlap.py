@@ -78,9 +78,15 @@ class BackwardOverlap(ABC):
     States are prefetched in the order in which the last backward completed the subgroups.
     """
 
-    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+    ) -> None:
         self._updater = updater
         self._is_last = is_last
+        self._is_planned = is_planned
+        # Whether the groups were those of the subgroups when the pass began. If not, gradients stay
+        # where they are until `step()`, which plans again.
+        self._updates = True
         self._passes = BackwardPasses()
         self.streams = updater.streams
         self._order: list[Subgroup] = []
@@ -141,7 +147,7 @@ class BackwardOverlap(ABC):
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Take a final gradient, that in `p.grad` unless another is given."""
         subgroups = self._subgroups_of.get(id(parameter))
-        if subgroups is None:
+        if subgroups is None or not self._updates:
             return
         deferred = gradient is not None
         if gradient is None:
@@ -201,7 +207,8 @@ class BackwardOverlap(ABC):
         # What an earlier backward left that raised, or whose gradients were cleared; or, of one
         # before the same step(), what ran ahead: gradients go on accumulating.
         self._drop_all()
-        if self._runs_ahead():
+        self._updates = self._is_planned()
+        if self._updates and self._runs_ahead():
             self._prefetch_upcoming()
 
     def _runs_ahead(self) -> bool:

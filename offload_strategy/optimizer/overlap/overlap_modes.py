@@ -144,9 +144,13 @@ class CommittedUpdates(BackwardOverlap):
     """``overlap: commit``: updates run ahead on copies, and `step()` makes them current."""
 
     def __init__(
-        self, updater: Updater, is_last: Callable[[], bool], retained: RetainedGradients
+        self,
+        updater: Updater,
+        is_last: Callable[[], bool],
+        is_planned: Callable[[], bool],
+        retained: RetainedGradients,
     ) -> None:
-        super().__init__(updater, is_last)
+        super().__init__(updater, is_last, is_planned)
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[Subgroup, AheadUpdate] = {}
@@ -235,8 +239,10 @@ class CommittedUpdates(BackwardOverlap):
 class EagerUpdates(BackwardOverlap):
     """``overlap: eager``: weights change as soon as their gradients are complete."""
 
-    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
-        super().__init__(updater, is_last)
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+    ) -> None:
+        super().__init__(updater, is_last, is_planned)
         #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
         self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
         # Parameters of which some slices are updated. If streamed, they are written once, when all
