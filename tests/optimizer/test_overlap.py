@@ -3,8 +3,9 @@
 import copy
 import gc
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -133,6 +134,49 @@ def test_a_step_after_states_were_loaded_since_backward_is_refused(disk):
         run.optimizer.step()
         on_disk(engine)
         assert engine._resources.pool.usage().lent_bytes == 0
+
+
+# ---------------------------------------------------------------------- gradients that are kept
+def _halve_arrays(kept):
+    for each in kept:
+        np.multiply(each.numpy(), 0.5, out=each.numpy())
+
+
+KEPT_EDITS = {
+    "none": lambda kept: None,
+    "one by one": lambda kept: [each.mul_(0.5) for each in kept],
+    "listed": lambda kept: torch._foreach_mul_(kept, 0.5),
+    "in place through numpy": _halve_arrays,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("none", ""), *product([*KEPT_EDITS][1:], ["gradients", "aliases", "arrays"])],
+)
+def test_gradients_that_are_kept_over_steps_may_be_edited(name, kind, disk):
+    """`zero_grad(set_to_none=False)` keeps their memory; without edits updates run ahead."""
+
+    def script(run):
+        kept = []
+        for number in range(5):
+            run.optimizer.zero_grad(set_to_none=False)
+            run.backward(number)
+            if name != "none":
+                gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+                views = {
+                    "gradients": lambda g: g,
+                    "aliases": lambda g: g.data,
+                    "arrays": lambda g: torch.from_numpy(g.numpy()),
+                }
+                kept = kept or [views[kind](each) for each in gradients]
+            KEPT_EDITS[name](kept)
+            run.step()
+
+    metrics = compare(script, adamw, disk)
+    if name == "none":
+        assert metrics["offload/optimizer/speculated_steps"] == 5
+        assert metrics["offload/optimizer/redone_steps"] == 0
 
 
 # ---------------------------------------------------------------------- clipping and loss scaling

@@ -265,7 +265,11 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     for values, gradient in changed:
         if reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
             gradient.data = values
-    return with_gradients(result)
+    result = with_gradients(result)
+    # The functions above refer to themselves, and would keep the values until garbage collection.
+    was_read.clear()
+    changed.clear()
+    return result
 
 
 # ---------------------------------------------------------------------- recorded edits

@@ -12,6 +12,7 @@ the same cores anyway, and on an accelerator they are only launched there, on a 
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ PREFETCHED_SUBGROUPS = 2
 #: Complete subgroups that may wait for their states before backward waits for them as well. Those
 #: of one large parameter are complete at once, hold one gradient together, and count as one.
 _MAX_WAITING = 2
+_Backing = weakref.ref[GradientBacking]
 _NODE_CODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -97,6 +99,8 @@ class BackwardOverlap(ABC):
         self._completed: dict[Subgroup, None] = {}
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
+        #: Gradients of an earlier pass, and what has their memory since this one.
+        self._succeeded: list[tuple[_Backing, GradientBacking]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
         self._ran_ahead = self.speculated_steps = self.redone_steps = 0
 
@@ -150,9 +154,14 @@ class BackwardOverlap(ABC):
         if subgroups is None or not self._updates:
             return
         deferred = gradient is not None
+        earlier = None
         if gradient is None:
             if parameter.grad is None or not packable(local_tensor(parameter)):
                 return
+            before = local_tensor(parameter.grad)
+            if isinstance(before, OffloadedGradient):  # accumulated into: it has its values
+                earlier = weakref.ref(before.backing)
+            del before
             gradient = gradient_values(parameter)
             # It cannot be stored and sliced, or is itself part of a graph.
             if not packable(gradient) or gradient.requires_grad:
@@ -163,6 +172,8 @@ class BackwardOverlap(ABC):
         else:
             parameter.grad = wrap_like(parameter.grad, offloaded)
         del gradient
+        if earlier is not None:
+            self._check_at_end(earlier, offloaded.backing)
         if not self._runs_ahead():
             self._keep(offloaded.backing)
             return
@@ -173,6 +184,21 @@ class BackwardOverlap(ABC):
                 self._waiting.append(subgroup)
                 self._completed[subgroup] = None
         self._advance()
+
+    def _check_at_end(self, earlier: _Backing, backing: GradientBacking) -> None:
+        """Check whether somebody keeps the gradient of an earlier pass, with the same memory.
+
+        When the pass ends, as autograd keeps it until then.
+        """
+        if not self._succeeded:
+            torch.autograd.Variable._execution_engine.queue_callback(self._materialize_kept)
+        self._succeeded.append((earlier, backing))
+
+    def _materialize_kept(self) -> None:
+        for earlier, backing in self._succeeded:
+            if earlier() is not None or not backing.is_alone:
+                backing.materialize()  # its memory may be changed unnoticed
+        self._succeeded.clear()
 
     # ------------------------------------------------------------------ updates
     def _prefetch_upcoming(self) -> None:
@@ -197,6 +223,7 @@ class BackwardOverlap(ABC):
     def _drop_all(self) -> None:
         """Drop what was collected, and expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
+        self._succeeded.clear()
         self._order = [*self._completed, *self._incomplete()]
         self._completed = {}
         self._waiting.clear()
