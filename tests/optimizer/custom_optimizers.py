@@ -256,6 +256,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
         f"keeps {name}": (make, rf"for all parameters together, outside of their states \({name}\)")
         for name, make in _KEEPING.items()
     },
+    "keeps a state and its view": (
+        twisted(lambda o, g, p, s: s.setdefault("view", s["sum"].view(-1)).mul_(0.9).view(p.shape)),
+        "states of one parameter that share memory",
+    ),
     "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
     "has sparse gradients only": (SparseAdam, "failed on two small"),
     "needs grad mode": (NeedsGradMode, "failed on two small"),

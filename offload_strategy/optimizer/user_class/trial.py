@@ -103,7 +103,9 @@ class StandIn:
 
     def _random(self) -> torch.Tensor:
         kind = torch.complex64 if self._like.is_complex() else torch.float32
-        return torch.randn(self.shape, generator=self._generator, dtype=kind).to(self._like)
+        # Of the generator's device, whatever the default device is.
+        values = torch.randn(self.shape, generator=self._generator, dtype=kind, device="cpu")
+        return values.to(self._like)
 
     def next_gradient(self, step: int | None) -> None:
         """Begin a step with another gradient; what has counted the last one is set to `step`."""
@@ -292,6 +294,10 @@ def _compare(
             ) from error
         for each in everything:
             each.state = dict(together.state[each.parameter])
+            held = filter(packable, flatten_wrappers(each.state).values())
+            addresses = [value.untyped_storage().data_ptr() for value in held if value.numel()]
+            if len(set(addresses)) < len(addresses):
+                raise UnfitUpdateError("keeps states of one parameter that share memory")
         if closures not in ([], [before]):
             raise UnfitUpdateError("does not call its closure once, before it updates anything")
         if not all(each.is_same for each in everything):
