@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 from offload_strategy.activations.budgets import Budget
-from offload_strategy.activations.forward_records import ForwardRecord, SavedItem, Trace, UseOrder
+from offload_strategy.activations.forward_records import (
+    CachedBytes,
+    ForwardRecord,
+    SavedItem,
+    Trace,
+    UseOrder,
+)
 from offload_strategy.activations.tier_writes import batch_bytes
 from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.store.tensor_store import TensorStore
@@ -186,8 +192,8 @@ class Prefetcher:
         if ticket is None:
             assert item.payload is not None
             return item.payload
-        state = ticket.state
-        absent = item.cached is None and state in (TicketState.STORED, TicketState.LOADING)
+        state, cached = ticket.state, item.cached
+        absent = cached is None and state in (TicketState.STORED, TicketState.LOADING)
         if absent:
             if state is TicketState.STORED:
                 self.missed_loads += 1
@@ -197,11 +203,11 @@ class Prefetcher:
         begin = perf_counter()
         times = trace.device_times
         with nullcontext() if times is None else times.backward.wait():
-            payload = self._store.get(ticket) if item.cached is None else item.cached
+            payload = self._store.get(ticket) if cached is None else cached.here()
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
         others = len(item.views) > 1 and item.has_pending_views
-        item.cached = payload if others else None
+        item.cached = (cached or CachedBytes(payload)) if others else None
         waited = perf_counter() - begin
         if absent and waited > _WORTH_SECONDS:
             self.late_loads += 1

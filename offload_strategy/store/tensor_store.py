@@ -181,10 +181,12 @@ class TensorStore:
         self._returned_bytes += entry.nbytes
         if self._returned_bytes >= _COLLECT_BYTES:
             self._collect()
-        staged, entry.staged = entry.staged, None
-        if staged is not None:
-            shared = staged.tensor is entry.source
-            return self.copies[entry.device].adopt(staged), shared
+        if entry.staged is not None:
+            with self._registry.lock:
+                staged, entry.staged = entry.staged, None
+            if staged is not None:
+                shared = staged.tensor is entry.source
+                return self.copies[entry.device].adopt(staged), shared
         return self._reader.on_device(entry, self._reader.payload(entry))
 
     def private(self, ticket: Ticket) -> torch.Tensor:
