@@ -256,9 +256,12 @@ class ActivationOffload:
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
-        if not trace.sizes and is_asynchronous(device):
-            trace.on_device = self._writes.on_device = True
-            trace.device_times = DeviceTimes.of_pass(record.serial, device)
+        if is_asynchronous(device):
+            # A pass may begin on the CPU, and what follows must leave the device all the same.
+            self._writes.on_device = True
+            if not trace.sizes:
+                trace.on_device = True
+                trace.device_times = DeviceTimes.of_pass(record.serial, device)
         idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)

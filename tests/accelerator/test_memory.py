@@ -329,6 +329,23 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
         assert waits == {}, "a steady step neither waits for the device nor pins memory"
 
 
+class BeginsOnTheHost(Deep):
+    """Its first saved tensor is not on the device."""
+
+    def forward(self, x):
+        return super().forward((x * torch.ones((), requires_grad=True)).to(DEVICE))
+
+
+def test_memory_is_freed_although_a_pass_begins_on_the_host(disk):
+    model, x = BeginsOnTheHost(24).to(DEVICE), noise(1 * MiB)
+    before = idle_memory()
+    [plain] = peaks(lambda _: model(x).sum().backward(), 1)
+    with OffloadEngine(config_of(disk, activations={"budget": "100%"})) as engine:
+        engine.attach(model)
+        highest = peaks(lambda _: model(x).sum().backward(), 2)
+    assert max(highest) - before < (plain - before) // 2
+
+
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 def test_small_tensors_cross_the_link_together(disk):
     """A pass saves 1,000 tensors of 16 KiB, in four batches."""
