@@ -209,7 +209,7 @@ class SavedItem:
     version: int
     #: None if the item is kept in memory, or is still in a batch.
     ticket: Ticket | None = None
-    #: The bytes while they are in a batch.
+    #: The bytes while they are in a batch, or where somebody has emptied their storage meanwhile.
     payload: torch.Tensor | None = None
     #: With `activations.verify`, the bytes that were written, where they were saved.
     original: torch.Tensor | None = None
@@ -218,6 +218,15 @@ class SavedItem:
     used: bool = False
     #: The packed tensors of these bytes; each has `unpacked`.
     views: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether the storage of the payload has become too small for it."""
+        payload = self.payload
+        if payload is None:
+            return False
+        end = int(payload.storage_offset()) * payload.itemsize + self.nbytes
+        return payload.untyped_storage().nbytes() < end
 
     @property
     def has_pending_views(self) -> bool:

@@ -32,10 +32,11 @@ from offload_strategy.activations.forward_records import (
     UseOrder,
 )
 from offload_strategy.activations.tier_writes import batch_bytes
+from offload_strategy.errors import OffloadError
 from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
-from offload_strategy.units import MiB
+from offload_strategy.units import MiB, format_size
 
 #: Largest number of prefetched bytes with `activations.prefetch: auto`, unless more were freed.
 AUTO_BYTES = 32 * MiB
@@ -191,6 +192,11 @@ class Prefetcher:
         ticket = item.ticket
         if ticket is None:
             assert item.payload is not None
+            if item.is_emptied:
+                raise OffloadError(
+                    f"the storage of a saved tensor of {format_size(item.nbytes)} was emptied "
+                    f"after forward, and not filled again before backward uses it"
+                )
             return item.payload
         state, cached = ticket.state, item.cached
         absent = cached is None and state in (TicketState.STORED, TicketState.LOADING)

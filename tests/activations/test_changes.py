@@ -208,6 +208,43 @@ def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
     compare(engine, Calls(function))
 
 
+# ---------------------------------------------------------------------- storages emptied
+def _emptied(w, when, refills=True):
+    """Saves what is emptied, and computed again before backward needs it; as Megatron does."""
+    x = w @ X
+    with torch.no_grad():
+        kept = torch.tanh(x.detach())
+    storage = kept.untyped_storage()
+    nbytes = storage.nbytes()
+    y = kept * w
+    if when == "in a batch":
+        storage.resize_(0)
+    z = y.sin().exp().sin() * X
+    if when == "given away":
+        storage.resize_(0)
+
+    def refill(_):
+        storage.resize_(nbytes)
+        with torch.no_grad():
+            torch.empty(0).set_(storage, 0, x.shape, x.stride()).copy_(torch.tanh(x.detach()))
+
+    if refills:
+        y.register_hook(refill)
+    return z.sum()
+
+
+def test_a_storage_that_is_emptied_before_its_bytes_leave_is_read_where_it_is_filled(engine):
+    compare(engine, Calls(lambda w: _emptied(w, "in a batch")))
+
+
+def test_a_storage_that_is_emptied_and_not_filled_again_is_an_error(engine):
+    model = Calls(lambda w: _emptied(w, "in a batch", refills=False))
+    engine.attach(model)
+    loss = model()
+    with pytest.raises(OffloadError, match="emptied after forward, and not filled again"):
+        loss.backward()
+
+
 # ---------------------------------------------------------------------- what nobody can see
 HIDDEN = {
     "data": lambda y: y.data.add_(1),
