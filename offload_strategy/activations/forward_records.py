@@ -308,6 +308,11 @@ class ForwardRecord:
         self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
 
+    def items_of(self, storage: torch.UntypedStorage) -> list[SavedItem]:
+        """Return the items that exist of a storage."""
+        items = [reference() for reference in self._by_storage.get(storage._cdata, ())]
+        return [item for item in items if item is not None and item.storage() is storage]
+
     def unused(self, number: int) -> SavedItem | None:
         """Return an item that exists and was not used yet, or None."""
         item = self._items[number]() if number < len(self._items) else None

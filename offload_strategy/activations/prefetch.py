@@ -164,6 +164,14 @@ class Prefetcher:
             if record is not None and record.trace is not trace
         )
 
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        """Be done with the memory of a storage; see [Note: resized storages]."""
+        for reference in list(self._alive.values()):
+            record = reference()
+            for item in () if record is None else record.items_of(storage):
+                if item.ticket is not None:
+                    self._store.let_go(item.ticket, storage)
+
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
         for serial, alive in list(self._alive.items()):

@@ -31,6 +31,7 @@ from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, Of
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.activations.resized_storages import announce_to
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
@@ -106,6 +107,7 @@ class ActivationOffload:
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
+        announce_to(self._prefetcher)
         # Of a batch on the CPU.
         self._batch_bytes = 0
         self._hint = 0

@@ -146,6 +146,13 @@ class CopyEngine:
             with self._lock:
                 self._drop_sources(window.release(at_most))
 
+    def release_source(self, entry: Entry) -> None:
+        """Let the stream that computed a source wait for its copy: somebody frees the memory."""
+        with self._lock:
+            for window in self._windows.values():
+                if any(entry in copy.entries for copy in window):
+                    self._drop_sources(window.release())
+
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
         with self._lock:
