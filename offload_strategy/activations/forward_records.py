@@ -26,6 +26,7 @@ import torch
 from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import covers, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
+from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -172,6 +173,29 @@ class UseOrder:
         self.position = {number: place for place, number in enumerate(self.sequence)}
 
 
+class CachedBytes:
+    """Loaded bytes, which are there for the stream that has asked for them."""
+
+    __slots__ = ("_payload", "_stream", "_there")
+
+    def __init__(self, payload: torch.Tensor) -> None:
+        self._payload = payload
+        self._stream: torch.Stream | None = None
+        if is_asynchronous(payload.device):
+            self._stream = current_stream(payload.device)
+            self._there = self._stream.record_event()
+
+    def here(self) -> torch.Tensor:
+        """Return the bytes, for the current stream."""
+        payload = self._payload
+        if self._stream is not None:
+            current = current_stream(payload.device)
+            if current.stream_id != self._stream.stream_id:
+                current.wait_event(self._there)
+                payload.record_stream(current)
+        return payload
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedItem:
     """A range of one storage, shared by every saved view; its ticket lives as long as they do."""
@@ -185,15 +209,24 @@ class SavedItem:
     version: int
     #: None if the item is kept in memory, or is still in a batch.
     ticket: Ticket | None = None
-    #: The bytes while they are in a batch.
+    #: The bytes while they are in a batch, or where somebody has emptied their storage meanwhile.
     payload: torch.Tensor | None = None
     #: With `activations.verify`, the bytes that were written, where they were saved.
     original: torch.Tensor | None = None
     #: The loaded bytes while other views are still to be unpacked.
-    cached: torch.Tensor | None = None
+    cached: CachedBytes | None = None
     used: bool = False
     #: The packed tensors of these bytes; each has `unpacked`.
     views: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether the storage of the payload has become too small for it."""
+        payload = self.payload
+        if payload is None:
+            return False
+        end = int(payload.storage_offset()) * payload.itemsize + self.nbytes
+        return payload.untyped_storage().nbytes() < end
 
     @property
     def has_pending_views(self) -> bool:
@@ -274,6 +307,11 @@ class ForwardRecord:
         self._items.append(reference)
         self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
+
+    def items_of(self, storage: torch.UntypedStorage) -> list[SavedItem]:
+        """Return the items that exist of a storage."""
+        items = [reference() for reference in self._by_storage.get(storage._cdata, ())]
+        return [item for item in items if item is not None and item.storage() is storage]
 
     def unused(self, number: int) -> SavedItem | None:
         """Return an item that exists and was not used yet, or None."""

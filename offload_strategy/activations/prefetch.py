@@ -24,12 +24,19 @@ from typing import Any
 import torch
 
 from offload_strategy.activations.budgets import Budget
-from offload_strategy.activations.forward_records import ForwardRecord, SavedItem, Trace, UseOrder
+from offload_strategy.activations.forward_records import (
+    CachedBytes,
+    ForwardRecord,
+    SavedItem,
+    Trace,
+    UseOrder,
+)
 from offload_strategy.activations.tier_writes import batch_bytes
+from offload_strategy.errors import OffloadError
 from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
-from offload_strategy.units import MiB
+from offload_strategy.units import MiB, format_size
 
 #: Largest number of prefetched bytes with `activations.prefetch: auto`, unless more were freed.
 AUTO_BYTES = 32 * MiB
@@ -157,6 +164,14 @@ class Prefetcher:
             if record is not None and record.trace is not trace
         )
 
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        """Be done with the memory of a storage; see [Note: resized storages]."""
+        for reference in list(self._alive.values()):
+            record = reference()
+            for item in () if record is None else record.items_of(storage):
+                if item.ticket is not None:
+                    self._store.let_go(item.ticket, storage)
+
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
         for serial, alive in list(self._alive.items()):
@@ -185,9 +200,14 @@ class Prefetcher:
         ticket = item.ticket
         if ticket is None:
             assert item.payload is not None
+            if item.is_emptied:
+                raise OffloadError(
+                    f"the storage of a saved tensor of {format_size(item.nbytes)} was emptied "
+                    f"after forward, and not filled again before backward uses it"
+                )
             return item.payload
-        state = ticket.state
-        absent = item.cached is None and state in (TicketState.STORED, TicketState.LOADING)
+        state, cached = ticket.state, item.cached
+        absent = cached is None and state in (TicketState.STORED, TicketState.LOADING)
         if absent:
             if state is TicketState.STORED:
                 self.missed_loads += 1
@@ -197,11 +217,11 @@ class Prefetcher:
         begin = perf_counter()
         times = trace.device_times
         with nullcontext() if times is None else times.backward.wait():
-            payload = self._store.get(ticket) if item.cached is None else item.cached
+            payload = self._store.get(ticket) if cached is None else cached.here()
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
         others = len(item.views) > 1 and item.has_pending_views
-        item.cached = payload if others else None
+        item.cached = (cached or CachedBytes(payload)) if others else None
         waited = perf_counter() - begin
         if absent and waited > _WORTH_SECONDS:
             self.late_loads += 1

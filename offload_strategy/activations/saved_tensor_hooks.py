@@ -31,6 +31,7 @@ from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, Of
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.activations.resized_storages import announce_to
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
@@ -106,6 +107,7 @@ class ActivationOffload:
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
+        announce_to(self._prefetcher)
         # Of a batch on the CPU.
         self._batch_bytes = 0
         self._hint = 0
@@ -256,9 +258,12 @@ class ActivationOffload:
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
-        if not trace.sizes and is_asynchronous(device):
-            trace.on_device = self._writes.on_device = True
-            trace.device_times = DeviceTimes.of_pass(record.serial, device)
+        if is_asynchronous(device):
+            # A pass may begin on the CPU, and what follows must leave the device all the same.
+            self._writes.on_device = True
+            if not trace.sizes:
+                trace.on_device = True
+                trace.device_times = DeviceTimes.of_pass(record.serial, device)
         idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)

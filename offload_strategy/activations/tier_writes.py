@@ -113,6 +113,10 @@ class TierWrites:
                 batch.items.append(one)
                 batch.nbytes += item.nbytes
                 continue
+            if item.is_emptied:
+                # Whoever emptied its storage fills it again before backward, which reads it there.
+                item.record.trace.left_bytes -= item.nbytes
+                continue
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
             found.append(((item.payload.device, stream), item, item.payload, next_use))

@@ -68,6 +68,8 @@ class CopyEngine:
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         # The streams of copies out and in, by compute stream.
         self._streams: dict[int, tuple[torch.Stream, torch.Stream]] = {}
+        # Owns the memory that paths fill: nothing ever runs on it. Made at its first use.
+        self._of_paths: torch.Stream | None = None
 
     def _copying(self, compute: torch.Stream) -> tuple[torch.Stream, torch.Stream]:
         """Return the streams of copies out and in for a compute stream.
@@ -143,6 +145,13 @@ class CopyEngine:
         if (window := self._window()) is not None:
             with self._lock:
                 self._drop_sources(window.release(at_most))
+
+    def release_source(self, entry: Entry) -> None:
+        """Let the stream that computed a source wait for its copy: somebody frees the memory."""
+        with self._lock:
+            for window in self._windows.values():
+                if any(entry in copy.entries for copy in window):
+                    self._drop_sources(window.release())
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
@@ -265,8 +274,10 @@ class CopyEngine:
 
     def incoming(self, nbytes: int) -> torch.Tensor:
         """Return device memory for a path that fills it directly; its user records its stream."""
-        _, incoming = self._copying(current_stream(self.device))
-        with using_stream(incoming):
+        # A path waits for no stream. What the stream of the copies has freed, it may still use.
+        if self._of_paths is None:
+            self._of_paths = torch.Stream(self.device)
+        with using_stream(self._of_paths):
             # `torch.empty` fills it where algorithms are to be deterministic, and no stream orders
             # that before the bytes of the path.
             memory = torch.UntypedStorage(nbytes, device=self.device)

@@ -11,14 +11,27 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy import OffloadEngine
-from offload_strategy.units import MiB
-from tests.accelerator.support import DEVICE, Transformer, loss_of, make, sleep, stir, train
+from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.units import KiB, MiB
+from tests.accelerator.support import (
+    DEVICE,
+    Transformer,
+    delays,
+    loss_of,
+    make,
+    new_stream,
+    sleep,
+    stir,
+    train,
+)
+from tests.activations.support import noise
 from tests.optimizer.runs import snapshot
 from tests.training import (
     assert_same_bits,
     assert_same_history,
     attached,
     backward_history,
+    gradients,
     in_turn,
     left_bytes,
     on_disk,
@@ -95,6 +108,97 @@ def test_gradients_are_the_same(disk, case, wait):
 def test_gradients_are_the_same_with(disk, memory, options):
     config = settings(disk, optimizer={"enabled": False}, memory=memory)
     same_with_and_without(lambda engine: passes(engine, **options), config)
+
+
+class TwoStreams(nn.Module):
+    """Two branches save the same tensor, each on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.tensor(each)) for each in (1.5, 0.5))
+        self.side = new_stream()
+
+    def forward(self, x):
+        main = torch.accelerator.current_stream()
+        shared = x * 3
+        first = (shared * self.one * shared).sum()
+        self.side.wait_stream(main)
+        with using_stream(self.side):
+            second = (shared * self.two * shared).sum()
+        shared.record_stream(self.side)
+        main.wait_stream(self.side)
+        return first, second
+
+
+@pytest.mark.parametrize("host", [None, "64MiB"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_may_be_saved_on_two_streams(disk, host, first):
+    """Backward of the branch that is added last comes first."""
+
+    def run(engine):
+        torch.manual_seed(0)
+        model = TwoStreams().to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+        history = []
+        for step in range(2):
+            x = noise(64 * KiB, seed=step).to(DEVICE).requires_grad_()
+            torch.accelerator.synchronize()
+            losses = model(x)
+            if engine is not None:
+                on_disk(engine)
+            stir()
+            torch.accelerator.synchronize()
+            with delays(step, 0, 3000):
+                (losses[first] + losses[1 - first]).backward()
+                torch.accelerator.current_stream().wait_stream(model.side)
+                torch.accelerator.synchronize()
+            history.append({"x": x.grad.cpu(), **{n: g.cpu() for n, g in gradients(model).items()}})
+            model.zero_grad()
+        return history
+
+    same_with_and_without(run, settings(disk, host, optimizer={"enabled": False}))
+
+
+class Empties(nn.Module):
+    """Empties what it has saved, and fills it again before backward needs it; as Megatron does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        kept = torch.tanh(x)
+        storage = kept.untyped_storage()
+        nbytes = storage.nbytes()
+        y = kept * self.one
+        z = y.sin().sin().sin() * self.two
+        storage.resize_(0)
+
+        def refill(_):
+            storage.resize_(nbytes)
+            torch.empty(0, device=DEVICE).set_(storage, 0, x.shape, x.stride()).copy_(torch.tanh(x))
+
+        y.register_hook(refill)
+        return z.sin().sum()
+
+
+@pytest.mark.parametrize("host", [None, "64MiB"])
+def test_a_storage_may_be_emptied_while_its_bytes_leave(disk, host):
+    def run(engine):
+        model = Empties().to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+
+        def loss(step):
+            found = model(noise(512 * KiB, seed=step).to(DEVICE))
+            stir()
+            return found
+
+        return backward_history(model, loss)
+
+    with delays(0, 50, 3000):
+        same_with_and_without(run, settings(disk, host, optimizer={"enabled": False}))
 
 
 # ---------------------------------------------------------------------- optimizer

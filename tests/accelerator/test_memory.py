@@ -1,5 +1,6 @@
 """Memory of the device and pinned memory: limits hold, and what left or failed is freed."""
 
+import ctypes
 from collections import Counter
 from functools import partial
 from itertools import product
@@ -14,7 +15,9 @@ from torch.optim import AdamW
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import kvikio, posix  # noqa: F401 - before posix is replaced
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.store.copy_engine import CopyEngine
+from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.units import PAGE_BYTES, KiB, MiB
 from tests.accelerator.support import (
     BATCH,
     DEVICE,
@@ -327,6 +330,39 @@ def test_memory_is_freed_although_the_device_is_behind(paced_disk, host, default
     assert (min if defaults else max)(taken[1:]) <= limit, told
     if host == "1GiB" and not defaults:
         assert waits == {}, "a steady step neither waits for the device nor pins memory"
+
+
+class BeginsOnTheHost(Deep):
+    """Its first saved tensor is not on the device."""
+
+    def forward(self, x):
+        return super().forward((x * torch.ones((), requires_grad=True)).to(DEVICE))
+
+
+def test_memory_is_freed_although_a_pass_begins_on_the_host(disk):
+    model, x = BeginsOnTheHost(24).to(DEVICE), noise(1 * MiB)
+    before = idle_memory()
+    [plain] = peaks(lambda _: model(x).sum().backward(), 1)
+    with OffloadEngine(config_of(disk, activations={"budget": "100%"})) as engine:
+        engine.attach(model)
+        highest = peaks(lambda _: model(x).sum().backward(), 2)
+    assert max(highest) - before < (plain - before) // 2
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+def test_memory_that_a_path_fills_is_not_used_by_copies():
+    engine = CopyEngine(torch.device(DEVICE, 0))
+    hosts = list(torch.full((8 * 64 * KiB,), 7, dtype=torch.uint8).split(64 * KiB))
+    _, incoming = engine._copying(torch.accelerator.current_stream())
+    with using_stream(incoming):
+        sleep(400_000_000)
+    copies = engine.load(hosts, [None] * 8)
+    filled = engine.incoming(8 * 64 * KiB)
+    ctypes.memset(filled.data_ptr(), 1, filled.nbytes)  # as a path does it: on no stream
+    torch.accelerator.synchronize()
+    assert filled.cpu().unique().tolist() == [1]
+    assert torch.cat([engine.adopt(copy) for copy in copies]).cpu().unique().tolist() == [7]
+    engine.close()
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
