@@ -80,7 +80,9 @@ class Loader:
             for one in matches:
                 plain = isinstance(one.tensor, nn.Parameter) and not is_sharded(one.tensor)
                 same = one.tensor.dtype == one.stored.dtype
-                if plain and same and stream is not None and stream.is_streamed(one.tensor):
+                # The bytes of a file are contiguous; memory that was replaced need not be.
+                same = same and plain and one.tensor.is_contiguous()
+                if same and stream is not None and stream.is_streamed(one.tensor):
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)

@@ -221,8 +221,12 @@ class StreamedWeight:
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
         if self._here and not self.can_be_offloaded():  # others hold its memory
+            values = self.values()
+            # Written bytes are contiguous; the memory need not be (`channels_last`).
+            new = self._store.get(ticket).view(values.dtype).view(values.shape)
             with torch.no_grad():
-                self.values().copy_(self._with_form(self._store.get(ticket)))
+                values.copy_(new)
+            del new
             self.changed = True
             self._store.free(ticket)
             return

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import resource
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -160,6 +161,25 @@ def test_an_attached_model_is_loaded_and_its_aliases_change_with_it(engine, fold
     del alias, loss
     engine.close()
     assert_same_bits(weights(model), weights(plain))
+
+
+@WAYS
+@pytest.mark.parametrize("in_graph", [False, True], ids=["free", "saved by a graph"])
+def test_weights_that_are_not_contiguous_any_more_are_loaded(engine, tmp_path, adopt, in_graph):
+    def made():
+        return nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 8))
+
+    plain, model = made(), made()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    engine.attach(model)
+    with torch.no_grad() if not in_graph else nullcontext():
+        kept = model(torch.ones(1, 4, 5, 5))
+    model.to(memory_format=torch.channels_last)
+    model[3].weight.data = model[3].weight.data.t()
+    engine.load_weights(model, tmp_path, adopt=adopt)
+    del kept
+    assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_same_bits(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("overlap", ["eager"])
