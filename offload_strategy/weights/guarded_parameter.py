@@ -168,7 +168,7 @@ class ResidentParameter(nn.Parameter):
     stands_for_plain = True
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """An alias of the values, which are taken to change through it."""
         _note_change(self)
         values: torch.Tensor = _DATA.__get__(self)

@@ -98,6 +98,31 @@ def test_a_module_that_cannot_fill_itself_is_named(engine):
         engine.attach(model)
 
 
+class Gained(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+def test_a_parameter_that_no_reset_fills_is_named(engine):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Gained())
+    with pytest.raises(ConfigError, match=r"1\.gain is a parameter on the meta device"):
+        engine.attach(model, device=torch.device("cpu"))
+
+
+def test_what_was_hung_on_a_meta_parameter_stays_and_hooks_are_refused(engine):
+    with torch.device("meta"):
+        model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.weight.tag = "kept"
+    engine.attach(model, device=torch.device("cpu"))
+    assert model.weight.tag == "kept"
+    other.bias.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ConfigError, match="bias is on the meta device and has hooks"):
+        engine.attach(other, device=torch.device("cpu"))
+    assert other.weight.is_meta
+
+
 @pytest.mark.parametrize("doing", ["attach", "load_weights"])
 def test_too_small_tiers_are_refused_before_anything_moves(disk, tmp_path, doing, sections):
     config = settings(disk, **sections)
