@@ -187,7 +187,7 @@ class OffloadEngine(EngineReports):
             self._activations.names.add_modules(model)
             self._hooks[model] = ForwardHooks(model, self._activations, owner=self)
         if self._stream is not None:
-            self._stream.attach(model)
+            self._stream.attach(model, owner=self)
 
     def _note_device(self, parameter: torch.Tensor) -> None:
         self._device = parameter.device

@@ -30,6 +30,19 @@ class WeakHook:
         return type(self), ()
 
 
+class KeepsAlive:
+    """A hook that does nothing but keep its owner alive; a copy or a pickle keeps nothing."""
+
+    def __init__(self, owner: Any = None) -> None:
+        self._owner = owner
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self), ()
+
+
 def running_calls() -> Iterator[tuple[int, Any]]:
     """Yield calls of modules on this thread's stack, innermost first: unique number, and module."""
     frame: FrameType | None = sys._getframe(1)

@@ -26,7 +26,7 @@ from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import is_sharded, local_rows, local_tensor
 from offload_strategy.units import MiB
-from offload_strategy.weights.model_building import materialize
+from offload_strategy.weights.model_building import materialize, refuse_hooks
 from offload_strategy.weights.safetensors_files import StoredTensor, named_tensors
 from offload_strategy.weights.weight_stream import WeightStream
 
@@ -68,6 +68,7 @@ class Loader:
         self, model: nn.Module, checkpoint: Mapping[str, StoredTensor], *, adopt: bool, strict: bool
     ) -> LoadedWeights:
         """Check everything, then load the checkpoint; see `OffloadEngine.load_weights`."""
+        refuse_hooks("load_weights", model)
         tie = getattr(model, "tie_weights", None)
         if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
             # Contexts for empty models create a new parameter at every registration, also for
@@ -80,7 +81,9 @@ class Loader:
             for one in matches:
                 plain = isinstance(one.tensor, nn.Parameter) and not is_sharded(one.tensor)
                 same = one.tensor.dtype == one.stored.dtype
-                if plain and same and stream is not None and stream.is_streamed(one.tensor):
+                # The bytes of a file are contiguous; memory that was replaced need not be.
+                same = same and plain and one.tensor.is_contiguous()
+                if same and stream is not None and stream.is_streamed(one.tensor):
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)

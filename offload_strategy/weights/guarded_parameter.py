@@ -37,6 +37,7 @@ class _Owner(Protocol):
 
     @property
     def is_resident(self) -> bool: ...
+    def note_replacement(self) -> None: ...
     def begin_access(self) -> None: ...
     def end_access(self) -> None: ...
 
@@ -115,6 +116,8 @@ class GuardedParameter(nn.Parameter):
                 if owner is not None:
                     owner.begin_access()
                     accessed.append(owner)
+            if func == _DATA.__set__ and (replaced := _owners.get(args[0])) is not None:
+                replaced.note_replacement()
             if not accessed:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -165,7 +168,7 @@ class ResidentParameter(nn.Parameter):
     stands_for_plain = True
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """An alias of the values, which are taken to change through it."""
         _note_change(self)
         values: torch.Tensor = _DATA.__get__(self)
@@ -174,6 +177,8 @@ class ResidentParameter(nn.Parameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         _note_change(self)
+        if (owner := _owners.get(self)) is not None:
+            owner.note_replacement()
         _DATA.__set__(self, values)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ them again. The weights are therefore bit-identical to those of a plain build.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.torch_support.dtensors import local_tensor
 
 _TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 
@@ -23,8 +25,10 @@ _TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 def modules_to_materialize(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules with parameters on the meta device by name, in order of construction.
 
-    Raises ConfigError if one has no `reset_parameters`, or a buffer would stay uninitialized.
+    Raises ConfigError if one has no `reset_parameters`, a buffer would stay uninitialized, or a
+    parameter has hooks.
     """
+    refuse_hooks("attach", model)
     modules: list[nn.Module] = []
     model.apply(modules.append)  # inner modules come first
     names = {module: name for name, module in model.named_modules()}
@@ -67,19 +71,29 @@ def materialize_module(
         return  # tied to parameters of another module
     for key, parameter in missing.items():
         materialize(parameter, device)
+        if parameter.is_floating_point() or parameter.is_complex():
+            local_tensor(parameter.detach()).fill_(math.nan)  # to see what nothing fills
         made(key, parameter)
     buffers = _meta_tensors(module._buffers)
     for buffer in buffers.values():
         materialize(buffer, device)
     _reset_method(module)()
+    unfilled = {}
     for key in buffers:
         filled = module._buffers[key]
         if filled is not None and filled._version == 0:
-            raise ConfigError(
-                f"attach: {name or type(module).__name__}.{key} is a buffer on the meta device, "
-                f"and {type(module).__name__}.reset_parameters() does not initialize it. Build the "
-                f"model within engine.building() instead."
-            )
+            unfilled[key] = "buffer"
+    for key, p in module._parameters.items():
+        if key in missing and p is not None:
+            values = local_tensor(p.detach())
+            if values.numel() and bool(values.isnan().all()):
+                unfilled[key] = "parameter"
+    for key, kind in unfilled.items():
+        raise ConfigError(
+            f"attach: {name or type(module).__name__}.{key} is a {kind} on the meta device, "
+            f"and {type(module).__name__}.reset_parameters() does not initialize it. Build the "
+            f"model within engine.building() instead."
+        )
 
 
 def materialize(tensor: torch.Tensor, device: torch.device) -> None:
@@ -87,8 +101,20 @@ def materialize(tensor: torch.Tensor, device: torch.device) -> None:
     values = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         values = nn.Parameter(values, tensor.requires_grad)
+        values.__dict__.update(tensor.__dict__)  # which are swapped too
     # Keep the same Python object, which optimizers may hold already.
     torch.utils.swap_tensors(tensor, values)
+
+
+def refuse_hooks(doing: str, model: nn.Module) -> None:
+    """Raise a ConfigError if parameters on the meta device have hooks, which would be lost."""
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        if parameter.is_meta and any(hooks):
+            raise ConfigError(
+                f"{doing}: {name} is on the meta device and has hooks, which are lost when it is "
+                f"materialized. Register them afterwards."
+            )
 
 
 def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _TensorType]:

@@ -61,6 +61,8 @@ class StreamedWeight:
         self.changed = True
         #: Whether other processes may read the ticket; then `BlockResidency` frees it.
         self.is_shared = False
+        #: How often somebody else has replaced the memory of the parameter (`p.data = values`).
+        self.replacements = 0
         self._version = -1
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
@@ -167,6 +169,10 @@ class StreamedWeight:
         with self._lock:
             self.users -= 1
 
+    def note_replacement(self) -> None:
+        """Note that somebody else replaces the memory of the parameter."""
+        self.replacements += 1
+
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
@@ -221,8 +227,12 @@ class StreamedWeight:
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
         if self._here and not self.can_be_offloaded():  # others hold its memory
+            values = self.values()
+            # Written bytes are contiguous; the memory need not be (`channels_last`).
+            new = self._store.get(ticket).view(values.dtype).view(values.shape)
             with torch.no_grad():
-                self.values().copy_(self._with_form(self._store.get(ticket)))
+                values.copy_(new)
+            del new
             self.changed = True
             self._store.free(ticket)
             return
@@ -296,14 +306,24 @@ class SavedWeight:
         self._offset = offset
         # Tensors that share the storage without being views (`.data`) count versions separately.
         self._version = tensor._version
+        # Plain autograd saves a leaf itself, and finds the memory that it has by then.
+        self._replacements = None if tensor is self._parameter else weight.replacements
         self._alias = tensor.detach()
         self._alias.data = _nothing(tensor.dtype, tensor.device)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor on the bytes where they are now.
 
-        Raises RuntimeError if the weight was changed in place since, as in plain autograd.
+        Raises RuntimeError if the weight was changed in place since, as in plain autograd, and
+        OffloadError if its memory was replaced since: a view of the old memory is not kept.
         """
+        if self._replacements not in (None, self._weight.replacements):
+            raise OffloadError(
+                f"the data of the parameter {self._weight.name!r} was replaced (as in `p.data = "
+                "values`, or by `model.to(...)`) after a forward pass whose backward needs the "
+                "old values, which streamed weights do not keep. Call backward first, or change "
+                "the values in place."
+            )
         values = self._load_for_backward(self._weight)
         version = self._alias._version
         if version != self._version:
@@ -315,4 +335,6 @@ class SavedWeight:
                 "that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
+        if self._replacements is None:
+            return values
         return values.as_strided(self._shape, self._strides, values.storage_offset() + self._offset)

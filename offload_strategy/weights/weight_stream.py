@@ -22,7 +22,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_tensor
-from offload_strategy.torch_support.modules import WeakHook
+from offload_strategy.torch_support.modules import KeepsAlive, WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
 from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
@@ -138,8 +138,11 @@ class WeightStream(BlockResidency):
 
         return self._store, self._tiers, WeakHook(self._on_access), saving, self._lock
 
-    def attach(self, model: nn.Module) -> None:
-        """Offload a model's weights, and load them whenever a block computes."""
+    def attach(self, model: nn.Module, owner: Any) -> None:
+        """Offload a model's weights, and load them whenever a block computes.
+
+        The owner is kept alive by every module that has a streamed weight.
+        """
         self._remove_freed_models()
         attached = _AttachedModel(weakref.ref(model))
         self._models.append(attached)
@@ -156,6 +159,11 @@ class WeightStream(BlockResidency):
         for name, shards in sharded_blocks(model, min_size):  # FSDP2 asks for their weights
             streamed = [self._stream(key, each.sharded_param, each) for key, each in shards.items()]
             self._add_block(attached, StreamedBlock(name, streamed))
+        for module in model.modules():  # a part may outlive the model, such as what DDP wraps
+            if any(p is not None and p in self._weights for p in module._parameters.values()):
+                # Unlike a forward hook, it costs nothing when the module is called.
+                keeps = module.register_load_state_dict_post_hook(KeepsAlive(owner))
+                hooks.enter_context(keeps)
         with self._lock:
             self._make_room(0)
             self._offload_accessed()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.optim import swa_utils
 
+from offload_strategy import OffloadError
 from offload_strategy.store import writer
 from tests.activations.support import noise
 from tests.activations.zoo import build
@@ -384,3 +385,30 @@ def test_changes_of_weights_that_no_optimizer_holds(model, optimizer, change):
     history = train(model, None, 1, look=gradients)
     CHANGES[change](model)
     return [*history, *train(model, None, 2, first=1, look=gradients)]
+
+
+@compared(optimizer_of=None)
+def test_data_replaced_between_backwards_is_found_where_autograd_saved_a_leaf(model, optimizer):
+    losses = loss(model), loss(model, 1)
+    history = []
+    for value in losses:
+        value.backward()
+        history.append(gradients(model))
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms, gains and biases
+                parameter.data = parameter.data - 0.5 * parameter.grad
+        model.zero_grad()
+    return history
+
+
+def test_data_replaced_between_backwards_is_refused_where_autograd_saved_a_view(engine):
+    model = net()
+    engine.attach(model)
+    value = loss(model)
+    value.backward(retain_graph=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    with pytest.raises(OffloadError, match="was replaced"):
+        value.backward()
+    model.zero_grad()
+    loss(model).backward()  # a new pass is fine

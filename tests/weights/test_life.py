@@ -40,6 +40,36 @@ def test_a_model_that_is_freed_gives_everything_back(engine):
     assert engine._resources.store.live_tickets == 0
 
 
+@pytest.mark.parametrize(
+    ("wrap", "part"),
+    [
+        (nn.Sequential, lambda model: model),
+        (lambda model: torch.compile(model, backend="eager"), lambda model: model),
+        (nn.Sequential, lambda model: model.blocks[1].up),
+    ],
+    ids=["wrapped", "compiled", "a layer of a block"],
+)
+def test_a_part_that_outlives_the_attached_model_keeps_its_weights(disk, sections, wrap, part):
+    plain = net()
+    train(plain, adamw(plain), 2)
+
+    def fit():
+        model = net()
+        wrapper, engine = wrap(model), streaming(disk, **sections)
+        train(wrapper, engine.attach(wrapper, adamw(model)), 2)
+        on_disk(engine)
+        return part(model), weakref.ref(engine)
+
+    kept, engine = fit()
+    gc.collect()
+    assert_same_bits(weights(kept), weights(part(plain)))
+    x = noise(2, 8)
+    assert_same_bits({"output": kept(x).detach()}, {"output": part(plain)(x).detach()})
+    del kept
+    gc.collect()
+    assert engine() is None, "nothing keeps an engine whose models are gone"
+
+
 def test_detaching_brings_the_weights_back(engine):
     model = net()
     engine.attach(model)

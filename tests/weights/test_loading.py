@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import resource
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,31 @@ def test_a_module_that_cannot_fill_itself_is_named(engine):
         engine.attach(model)
 
 
+class Gained(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+def test_a_parameter_that_no_reset_fills_is_named(engine):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Gained())
+    with pytest.raises(ConfigError, match=r"1\.gain is a parameter on the meta device"):
+        engine.attach(model, device=torch.device("cpu"))
+
+
+def test_what_was_hung_on_a_meta_parameter_stays_and_hooks_are_refused(engine):
+    with torch.device("meta"):
+        model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.weight.tag = "kept"
+    engine.attach(model, device=torch.device("cpu"))
+    assert model.weight.tag == "kept"
+    other.bias.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ConfigError, match="bias is on the meta device and has hooks"):
+        engine.attach(other, device=torch.device("cpu"))
+    assert other.weight.is_meta
+
+
 @pytest.mark.parametrize("doing", ["attach", "load_weights"])
 def test_too_small_tiers_are_refused_before_anything_moves(disk, tmp_path, doing, sections):
     config = settings(disk, **sections)
@@ -130,6 +156,64 @@ def test_saved_weights_load_into_transformers(engine, folder, kind, shard_bytes)
     assert not killed.exists()
 
 
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1 << 40, 20_000), (20_000, 1 << 40), (20_000, 20_000), (20_000, 9_000)], ids=str
+)
+def test_a_save_takes_the_place_of_an_earlier_one(engine, folder, sizes):
+    model = build("GPT-2")
+    model.config.save_pretrained(folder)
+    other = folder / "model-ema.safetensors"
+    other.write_bytes(b"not ours")
+    for size in sizes:
+        expected = changed(model)
+        files = engine.save_weights(model, folder, size)
+    other.unlink()
+    assert sorted(files) == sorted(folder.glob("*.safetensors"))
+    assert_same_bits(weights(type(model).from_pretrained(folder)), expected)
+    engine.load_weights(twin := build("GPT-2"), folder)
+    assert_same_bits(weights(twin), expected)
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_an_interrupted_save_leaves_the_earlier_one_whole(engine, folder, monkeypatch, at):
+    model, move = build("GPT-2"), os.replace
+
+    def interrupted(source, target):
+        move(source, target)
+        if at == "first" or ".index" in str(target):
+            raise KeyboardInterrupt
+
+    old = changed(model)
+    model.config.save_pretrained(folder)
+    engine.save_weights(model, folder, 20_000)
+    new = changed(model)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_weights(model, folder, 20_000)
+    monkeypatch.setattr(os, "replace", move)
+    found = weights(type(model).from_pretrained(folder))
+    assert_same_bits(found, old if at == "first" else new)
+    files = engine.save_weights(model, folder, 20_000)
+    assert sorted(files) == sorted(folder.glob("*.safetensors")), "what was left is gone"
+
+
+def test_extra_state_is_refused_before_anything_is_written(engine, folder):
+    class Counts(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    with pytest.raises(ConfigError, match="1 has extra state"):
+        engine.save_weights(nn.Sequential(nn.Linear(2, 2), Counts(2, 2)), folder)
+    assert not folder.exists()
+
+
 # ---------------------------------------------------------------------- loaded
 @pytest.mark.parametrize(
     ("kind", "overlap", "adopt"), [("GPT-2", "eager", True), ("Llama", "commit", False)]
@@ -160,6 +244,25 @@ def test_an_attached_model_is_loaded_and_its_aliases_change_with_it(engine, fold
     del alias, loss
     engine.close()
     assert_same_bits(weights(model), weights(plain))
+
+
+@WAYS
+@pytest.mark.parametrize("in_graph", [False, True], ids=["free", "saved by a graph"])
+def test_weights_that_are_not_contiguous_any_more_are_loaded(engine, tmp_path, adopt, in_graph):
+    def made():
+        return nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 8))
+
+    plain, model = made(), made()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    engine.attach(model)
+    with torch.no_grad() if not in_graph else nullcontext():
+        kept = model(torch.ones(1, 4, 5, 5))
+    model.to(memory_format=torch.channels_last)
+    model[3].weight.data = model[3].weight.data.t()
+    engine.load_weights(model, tmp_path, adopt=adopt)
+    del kept
+    assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_same_bits(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("overlap", ["eager"])
