@@ -66,8 +66,7 @@ def test_an_optimizer_that_lost_its_states_with_the_engine_goes_on_when_they_are
     def train_twice(offload):
         torch.manual_seed(0)
         layer = nn.Linear(64, 64)
-        inner = optimizer = AdamW(layer.parameters(), lr=1e-2)
-        saved = {}
+        inner, saved = AdamW(layer.parameters(), lr=1e-2), {}
         for again in (False, True):
             with OffloadEngine(settings(disk)) as engine:
                 if offload and again:
@@ -75,10 +74,8 @@ def test_an_optimizer_that_lost_its_states_with_the_engine_goes_on_when_they_are
                         with pytest.raises(OffloadError, match="went with the earlier engine"):
                             refused()
                     inner.load_state_dict(saved)
-                if offload:
-                    optimizer = engine.attach(layer, inner)
+                optimizer = engine.attach(layer, inner) if offload else inner
                 for _ in range(3):
-                    optimizer.zero_grad()
                     layer(torch.ones(8, 64)).square().sum().backward()
                     optimizer.step()
                 saved = optimizer.state_dict()
