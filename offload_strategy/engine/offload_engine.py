@@ -76,6 +76,7 @@ class OffloadEngine(EngineReports):
         leave_interrupted_calls()
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
+        self.check_report(self.config.report)
         if processes is None:
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.optimizer.inner_guard import own_call
 from offload_strategy.optimizer.overlap.ahead_update import with_gradient
 from offload_strategy.optimizer.overlap.backward_overlap import (
     PREFETCHED_SUBGROUPS,
@@ -266,7 +267,8 @@ class OffloadedOptimizer(Optimizer):
         try:
             # In the order of the groups, like the plain optimizer.
             own.update((p, states[p]) for p in self.parameters() if states.get(p))
-            return self.inner.state_dict()
+            with own_call(self.inner):
+                return self.inner.state_dict()
         finally:
             for parameter in states:
                 own.pop(parameter, None)
@@ -280,6 +282,14 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         self._rank_shards.consolidate(self._current_subgroups(), to)
+
+    def give_states_back(self) -> None:
+        """Put the states into the inner optimizer, before this one is closed, for another engine.
+
+        As they are: `load_state_dict` would cast them to the dtypes of the weights.
+        """
+        states, parameters = self.state_dict()["state"], enumerate(self.parameters())
+        self.inner.state.update((p, states[i]) for i, p in parameters if i in states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
@@ -407,6 +417,11 @@ class OffloadedOptimizer(Optimizer):
         self._discard_updates()
         if self._overlap is not None:
             self._overlap.set_subgroups([])
+
+    @property
+    def closed(self) -> bool:
+        """Whether its states are freed."""
+        return self._closed
 
     def close(self) -> None:
         """Remove all hooks from the parameters and free the states. Idempotent."""

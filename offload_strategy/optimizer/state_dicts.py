@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.optimizer.inner_guard import is_guard, own_call
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import OpaqueTensor, State, Subgroup, packable
@@ -29,7 +30,8 @@ def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Pr
     for group in optimizer.param_groups:
         group["params"] = [stand_ins.get(weight, weight) for weight in group["params"]]
     try:
-        optimizer.load_state_dict(_wrapped(state_dict, optimizer))
+        with own_call(optimizer):
+            optimizer.load_state_dict(_wrapped(state_dict, optimizer))
     finally:
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
@@ -48,7 +50,7 @@ def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
     if (
         not isinstance(states, Mapping)
         or any(not method.__module__.startswith("torch.optim.") for method in loading)
-        or optimizer._optimizer_load_state_dict_pre_hooks
+        or not all(map(is_guard, optimizer._optimizer_load_state_dict_pre_hooks.values()))
         or optimizer._optimizer_load_state_dict_post_hooks
     ):
         return state_dict

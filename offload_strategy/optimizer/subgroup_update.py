@@ -18,6 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
+from offload_strategy.optimizer.inner_guard import note_stored
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
     StoredWeight,
@@ -419,5 +420,7 @@ class Updater:
 
     def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new
+        if new.ticket is not None or any(new.small):
+            note_stored(self._optimizer)
         if old.ticket is not None:
             self._store.free(old.ticket)

@@ -31,6 +31,10 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
 
     assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
     assert path("~/offload") == Path("/home/me/offload")
+    planning = {"device_memory": "1GiB", "plan": "$SCRATCH/plan.json"}
+    config = OffloadConfig(report="~/run.json", planning=planning, activations={"enabled": True})
+    assert config.report == Path("/home/me/run.json")
+    assert config.planning.plan == Path("/scratch/me/plan.json")
     assert path("offload") == Path.cwd() / "offload"
     monkeypatch.setenv("SCRATCH", "/scratch/$weird")
     assert path("${SCRATCH}/offload") == Path("/scratch/$weird/offload")

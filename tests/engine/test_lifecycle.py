@@ -11,6 +11,7 @@ import time
 import weakref
 from code import InteractiveInterpreter
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +60,28 @@ step()
 step()
 print("ready", flush=True)
 """
+
+
+def test_an_optimizer_that_lost_its_states_with_the_engine_goes_on_when_they_are_loaded(disk):
+    def train_twice(offload):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        inner, saved = AdamW(layer.parameters(), lr=1e-2), {}
+        for again in (False, True):
+            with OffloadEngine(settings(disk)) as engine:
+                if offload and again:
+                    for refused in (inner.step, partial(engine.attach, None, inner)):
+                        with pytest.raises(OffloadError, match="went with the earlier engine"):
+                            refused()
+                    inner.load_state_dict(saved)
+                optimizer = engine.attach(layer, inner) if offload else inner
+                for _ in range(3):
+                    layer(torch.ones(8, 64)).square().sum().backward()
+                    optimizer.step()
+                saved = optimizer.state_dict()
+        return weights(layer)
+
+    assert_same_bits(train_twice(True), train_twice(False))
 
 
 # ---------------------------------------------------------------------- ends of a process

@@ -239,8 +239,19 @@ def test_the_config_names_a_file_that_is_written_at_the_end(disk, tmp_path, monk
             train_blocks(engine)
         assert RunReport.load(expected).timeline
         expected.unlink()
+    folder = tmp_path / "none"
+    lost = {**settings(disk), "report": str(folder / "run.json")}
+    with pytest.raises(
+        ConfigError, match=r"run\.json cannot be written: its folder does not exist"
+    ):
+        OffloadEngine(lost)
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="it is a folder"):
+        OffloadEngine({**settings(disk), "report": str(folder)})
     with caplog.at_level(logging.WARNING, logger="offload_strategy"):
-        OffloadEngine({**settings(disk), "report": str(tmp_path / "none" / "run.json")}).close()
+        engine = OffloadEngine(lost)
+        folder.rmdir()
+        engine.close()
     assert "the report of the run is not written" in caplog.text
 
 

@@ -47,6 +47,30 @@ def optimizer_of_its_own(pl):
     return module
 
 
+class HalfMomentum(torch.optim.Optimizer):
+    """Keeps momentum in bfloat16, whatever the weights are."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["momentum"].mul_(0.9).add_(parameter.grad)
+            parameter.sub_(state["momentum"], alpha=0.05)
+        return loss
+
+
+def half_momentum_of_its_own(pl):
+    """The same, with states of another dtype than the weights, which they keep as well."""
+    module = make_module(pl)
+    optimizer = HalfMomentum(module.parameters(), {"lr": 0.05})
+    module.configure_optimizers = lambda: optimizer
+    return module
+
+
 def with_one_trainer(pl, root, strategy, module):
     run = fit(pl, root, strategy, module, max_steps=-1, max_epochs=1)
     engine = run.engine if strategy == "ssd_offload" else None
@@ -98,6 +122,7 @@ def after_an_exception(pl, root, strategy, module):
         (after_an_exception, make_module),
         (with_one_trainer, optimizer_of_its_own),
         (with_two_trainers, optimizer_of_its_own),
+        (with_two_trainers, half_momentum_of_its_own),
     ],
 )
 def test_fitting_twice_is_identical(pl, tmp_path, twice, make):

@@ -87,7 +87,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         # An optimizer that the module returns again in a later fit gets its states back.
         for optimizer, before in product(self.optimizers, wrapped):
             if getattr(before, "inner", None) is optimizer:
-                optimizer.load_state_dict(before.state_dict())
+                before.give_states_back()
         for fit in earlier:
             fit._close_engine()
 
