@@ -13,6 +13,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 
 #: Module of our classes for each family.
 FAMILIES = {
@@ -34,7 +38,7 @@ def families_in_use(families: Sequence[str], needed_by: str) -> list[str]:
     return found
 
 
-def is_offloaded(optimizer: object) -> bool:
+def is_offloaded(optimizer: object) -> TypeGuard[OffloadedOptimizer]:
     """Whether an object is an optimizer whose states an engine offloads."""
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 

@@ -337,14 +337,16 @@ class Session:
             engine.close()
 
 
+#: Those of all accelerators, so that a model that is prepared again leaves the earlier one.
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Those of all accelerators, so that a model that is prepared again leaves the earlier one."""
 
 
-def _unwrapped(model: Any) -> torch.nn.Module:
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside of Accelerate's data-parallel wrapper."""
-    parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    return model.module if parallel else model
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        module: torch.nn.Module = model.module
+        return module
+    return model
 
 
 class DeepSpeedSession(Session):

@@ -86,7 +86,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         super().setup_optimizers(trainer)
         # An optimizer that the module returns again in a later fit gets its states back.
         for optimizer, before in product(self.optimizers, wrapped):
-            if getattr(before, "inner", None) is optimizer:
+            if is_offloaded(before) and before.inner is optimizer:
                 before.give_states_back()
         for fit in earlier:
             fit._close_engine()
