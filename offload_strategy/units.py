@@ -66,14 +66,13 @@ def parse_count(value: str | int | float) -> int:
 
 def format_size(size: int | float) -> str:
     """Write bytes for people: "512 MiB", or "1.5 GiB" with one decimal where it is needed."""
-    sign, magnitude = ("-", -size) if size < 0 else ("", size)
     unit, factor = "B", 1
     for name, value in _BINARY.items():
         # 1023.95 KiB would round to "1024 KiB": the next unit starts where rounding reaches it.
-        if magnitude >= value - value / KiB / 20:
+        if abs(size) >= value - value / KiB / 20:
             unit, factor = name, value
-    text = f"{magnitude / factor:.1f}".removesuffix(".0")
-    return f"{sign}{text} {unit}"
+    text = f"{size / factor:.1f}".removesuffix(".0")
+    return f"{text} {unit}"
 
 
 def exact_size(size: int) -> str | int:
@@ -102,9 +101,8 @@ def markdown_list(title: str, items: Iterable[object]) -> str:
 
 def _split(value: str | int | float, wanted: str) -> tuple[Fraction, str]:
     """Split into an exact number and a unit in lower case."""
-    match = None
-    if isinstance(value, str | int | float):
-        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+    is_given = isinstance(value, str | int | float)
+    match = _NUMBER_AND_UNIT.fullmatch(str(value).strip()) if is_given else None
     if match is None:  # also for True, nan and inf
         raise ValueError(f"{value!r} is not {wanted}")
     number, unit = Fraction(match[1].replace("_", "")), match[2].lower()

@@ -17,11 +17,7 @@ _ROOM = Path(__file__).with_name("conftest.py")
 
 @contextlib.contextmanager
 def in_the_room(*, alone: bool) -> Iterator[None]:
-    """Wait until a test may run beside those of the other workers, and hold the room meanwhile.
-
-    Args:
-        alone: no test of another worker may run at the same time.
-    """
+    """Wait until a test may run, beside those of other workers or alone, and hold the room then."""
     # Whoever waits for an empty room stands in the door, so that nobody else comes in.
     kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     with _held(_DOOR, fcntl.LOCK_EX) as door, _held(_ROOM, kind):
@@ -31,7 +27,6 @@ def in_the_room(*, alone: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held(path: Path, kind: int) -> Iterator[int]:
-    """A lock of a file; its descriptor."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, kind)

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from offload_strategy.host_memory import buffers
 from offload_strategy.store.tensor_store import TensorStore
 from tests.alone import in_the_room
+from tests.support import descriptors
 
 torch.set_num_threads(1)
 
@@ -21,9 +21,8 @@ os.environ["SSD_OFFLOAD_CACHE"] = ""
 
 # The device of the tests of accelerators. The simulated one is the only one of its process, which
 # is why they run by themselves: TEST_ACCELERATOR=sim pytest tests/accelerator
-TEST_ACCELERATOR = os.environ.setdefault(
-    "TEST_ACCELERATOR", "cuda" if torch.cuda.is_available() else "none"
-)
+_usual = "cuda" if torch.cuda.is_available() else "none"
+TEST_ACCELERATOR = os.environ.setdefault("TEST_ACCELERATOR", _usual)
 if TEST_ACCELERATOR == "sim":
     from tests.simulated_accelerator import sim  # noqa: F401
 
@@ -60,16 +59,7 @@ def our_threads():
 
 def deleted_files():
     """The files without a name that this process has open, by descriptor."""
-    folder = Path("/proc/self/fd")
-    found = set()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue  # the descriptor of this very listing
-        if target.endswith("(deleted)"):
-            found.add(f"{entry.name} -> {target}")
-    return found
+    return {f"{fd} -> {target}" for fd, target in descriptors() if target.endswith("(deleted)")}
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +82,13 @@ def _nothing_is_left():
     assert set(buffers._live) <= buffers_before, "host buffers are still mapped"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     assert hooks is None, "saved-tensor hooks are still in force"
+
+
+@pytest.fixture
+def rates_cache(tmp_path, monkeypatch):
+    """The user's cache directory, in which engines remember how fast paths are."""
+    monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture

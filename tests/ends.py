@@ -5,29 +5,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import offload_strategy.engine.offload_engine  # noqa: F401  # forks shall have it
+from tests.support import descriptors
 
 
 def open_files(directory: Path, process: int | str = "self") -> list[str]:
     """What a process has open below a directory, and the directory itself; deleted files too."""
-    found = []
-    for entry in os.scandir(f"/proc/{process}/fd"):
-        try:
-            target = os.readlink(entry.path)
-        except OSError:
-            continue  # closed meanwhile
-        if f"{target}/".startswith(f"{directory}/"):
-            found.append(target)
-    return found
+    targets = (target for _, target in descriptors(process))
+    return [target for target in targets if f"{target}/".startswith(f"{directory}/")]
 
 
-def outcomes(
-    rank: int, directory: Path, scripts: Mapping[str, tuple[str, int]]
-) -> list[dict[str, Any]]:
+def outcomes(rank: int, directory: Path, scripts: dict[str, tuple[str, int]]) -> list[Any]:
     """What came of each script, for `run_ranks`.
 
     The argument of a script is the directory of its tier. One that has a signal gets it when it has

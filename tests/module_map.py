@@ -31,7 +31,6 @@ def first_sentence(file: Path) -> str:
 
 
 def written() -> str:
-    """Return the module map as Markdown."""
     lines = [_HEAD]
     for folder in sorted({file.parent for file in source_files()}):
         files = [file for file in source_files() if file.parent == folder]
@@ -39,8 +38,7 @@ def written() -> str:
         for file in files:
             if file.name == "__init__.py":
                 lines.append(f"{first_sentence(file)}\n")
-        lines.append("| file | content |")
-        lines.append("|---|---|")
+        lines += ["| file | content |", "|---|---|"]
         lines += [
             f"| `{file.name}` | {first_sentence(file).replace('|', '·')} |"
             for file in files

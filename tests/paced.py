@@ -31,7 +31,6 @@ class PacedBackend(PosixBackend):
         self._pace = threading.Lock()
 
     def set_rates(self, *, read: float | None, write: float | None) -> None:
-        """From now on."""
         self._rates = {False: read, True: write}
 
     def move(self, request: BlockRequest) -> None:

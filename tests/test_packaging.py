@@ -1,18 +1,16 @@
 """What people install carries everything that they can use."""
 
 import configparser
-import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "offload_strategy"
+from tests.module_map import PACKAGE, ROOT
+from tests.support import run_python
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Where each top-level folder goes inside the package.
 MAPPED = {"callbacks", "configs", "examples"}
@@ -35,9 +33,7 @@ def dist(tmp_path_factory):
     leave_out = ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
     copytree(ROOT, tree, symlinks=True, ignore=leave_out)
     output = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_python("-m", "build", "--no-isolation", "--outdir", output, tree)
     return output
 
 
@@ -75,13 +71,9 @@ def test_the_presets_of_the_wheel_are_read_without_the_source_tree(wheel, tmp_pa
         "import offload_strategy.config as c; print(c.__file__); "
         "print(*c.presets()); print(c.OffloadConfig.load('full').optimizer.enabled)"
     )
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    file, names, enabled = done.stdout.splitlines()
+    file, names, enabled = run_python("-P", "-c", code, cwd=tmp_path).splitlines()
     assert file.startswith(str(tmp_path))
-    assert names == "activations full optimizer"
-    assert enabled == "True"
+    assert (names, enabled) == ("activations full optimizer", "True")
 
 
 @pytest.mark.slow
@@ -104,10 +96,9 @@ def test_every_sub_package_is_listed_in_pyproject():
 
 
 def test_every_module_has_a_layer():
-    contracts = PROJECT["tool"]["importlinter"]["contracts"]
     layers = {
         part.strip()
-        for contract in contracts
+        for contract in PROJECT["tool"]["importlinter"]["contracts"]
         for layer in contract.get("layers", [])
         for part in layer.replace("|", ":").split(":")
     }
@@ -117,12 +108,10 @@ def test_every_module_has_a_layer():
         if (entry.is_dir() and entry.name != "__pycache__") or entry.suffix == ".py"
     }
     # The root imports the public names; autoload has a contract of its own.
-    own = {"offload_strategy.__init__", "offload_strategy.autoload"}
-    assert modules - own - layers == set()
+    assert modules - {"offload_strategy.__init__", "offload_strategy.autoload"} - layers == set()
 
 
 def test_the_links_for_tools_lead_to_the_mapped_folders():
     for folder in MAPPED:
-        link = PACKAGE / folder
-        assert link.resolve() == ROOT / folder
+        assert (PACKAGE / folder).resolve() == ROOT / folder
         assert PROJECT["tool"]["setuptools"]["package-dir"][f"offload_strategy.{folder}"] == folder

@@ -35,10 +35,8 @@ NO_SIZES = {
     "parsecs": ["12 parsecs"],
     "negative": ["-1GiB", -1],
     "whole number of bytes": ["1.5", 1.5],
-    "512MiB": [
-        "", "MiB", "1..5GiB", float("nan"), float("inf"), "1e999999999", True, None, [1],
-    ],
-}  # fmt: skip
+    "512MiB": ["", "MiB", "1..5GiB", float("nan"), float("inf"), "1e999999999", True, None, [1]],
+}
 
 
 @pytest.mark.parametrize("text", SIZES)

@@ -1,5 +1,6 @@
 """What the tests of training share: engines, comparisons by bits, and plain training loops."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -43,15 +44,10 @@ def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, .
     return list(zip(options, *map(cycle, others), strict=False))
 
 
-def settings(
-    directory: Path | None, host: str | None = None, **sections: dict[str, Any]
-) -> dict[str, Any]:
-    """A config with which nearly everything of a tiny model leaves.
+def settings(directory: Path | None, host: str | None = None, **sections: Any) -> dict[str, Any]:
+    """A config with which nearly everything of a tiny model leaves, and options by section on top.
 
-    Args:
-        directory: of the ssd tier; None for none.
-        host: capacity of a dram tier before it; None for none.
-        sections: options by section, on top.
+    Its tiers are a dram tier of the capacity `host` and an ssd tier in the directory, if given.
     """
     tiers: list[dict[str, Any]] = []
     if host is not None:
@@ -98,6 +94,15 @@ def on_disk(engine: OffloadEngine) -> None:
     engine._resources.store.wait_for_writes()
 
 
+def break_disk(patch: Any, call: str, number: int) -> None:
+    """Let a function of `os` fail with an error number."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr(os, call, broken)
+
+
 def moved(engine: OffloadEngine, client: str = "activations", verb: str = "written") -> int:
     """Bytes that a client wrote, read or had forwarded."""
     return int(engine.metrics()[f"offload/{client}/{verb}_bytes"])
@@ -136,12 +141,8 @@ def assert_same_history(got: Sequence[Numbers], expected: Sequence[Numbers]) -> 
 
 
 def gradients(model: nn.Module) -> Numbers:
-    """Copies of every gradient that there is."""
-    return {
-        f"grad {name}": parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = model.named_parameters()
+    return {f"grad {name}": p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def weights(model: nn.Module) -> Numbers:
@@ -158,12 +159,8 @@ def backward_history(
 ) -> list[Numbers]:
     """Loss and gradients of a few steps of plain gradient descent.
 
-    Args:
-        model: what is trained.
-        loss_of: runs the forward pass of a step; random numbers are seeded before it.
-        steps: how many.
-        between: called between forward and backward.
-        after: called after backward, before the gradients are read.
+    Random numbers are seeded before each forward pass, which is that of `loss_of`. `between` is
+    called before backward, and `after` before the gradients are read.
     """
     history = []
     for step in range(steps):

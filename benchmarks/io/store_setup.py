@@ -79,8 +79,7 @@ class OurStore:
                 queues.append(queue)
                 if len(directories) > 1:
                     measured = probe(region, backend)
-                    rates = {str(way): one.rate for way, one in measured.items()}
-                    queue.bandwidth.seed(**rates)
+                    queue.bandwidth.seed({way: one.rate for way, one in measured.items()})
             self.tier = PathTier("disk", queues)
             undo.callback(self.store.close)
             self._undo = undo.pop_all()

@@ -83,7 +83,7 @@ class BaselineMemory:
     def end(self, items: int) -> int:
         """End a pass and what followed, with so many bytes of items; return its peak in bytes."""
         peak = self.look()
-        self._note(items)
+        self.record_event(BEGIN, items)
         if self.per_event:
             self._corrections.clear()
             self._base, self._shift = self._used, 0
@@ -102,16 +102,6 @@ class BaselineMemory:
 
     def record_event(self, event: int, items: int) -> None:
         """Record that an item is saved or used, with the bytes of items in memory until now."""
-        self._note(items)
-        self._event = event
-
-    def resume(self, items: int) -> None:
-        """Continue with so many bytes of items in memory."""
-        self._items = items
-        if self.per_event or self._event == BEGIN:
-            self.meter.reset_peak()
-
-    def _note(self, items: int) -> None:
         # Items that are being written may be gone at the peak.
         items = min(self._items, items)
         if self.per_event:
@@ -121,3 +111,10 @@ class BaselineMemory:
         level = self._levels.get(self._event)
         self._complete &= level is not None
         self._predicted_bytes = max(self._predicted_bytes, (level or 0) + items)
+        self._event = event
+
+    def resume(self, items: int) -> None:
+        """Continue with so many bytes of items in memory."""
+        self._items = items
+        if self.per_event or self._event == BEGIN:
+            self.meter.reset_peak()

@@ -139,10 +139,9 @@ class AutomaticBudget(Budget):
             self._expected_bytes = 0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
-        in_memory = writes.has_room_in_memory(nbytes)
         if trace.on_device:
-            return self._admits_on_device(nbytes, trace, idle, leaves_after, in_memory)
-        if in_memory:
+            return self._admits_on_device(nbytes, trace, idle, leaves_after)
+        if writes.has_room_in_memory(nbytes):
             return True
         backlog = writes.store.writing_bytes
         if self._is_used_soon(nbytes, backlog, idle):
@@ -170,20 +169,17 @@ class AutomaticBudget(Budget):
         return max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
 
     def _admits_on_device(
-        self,
-        nbytes: int,
-        trace: Trace,
-        idle: float | None,
-        leaves_after: float | None,
-        in_memory: bool,
+        self, nbytes: int, trace: Trace, idle: float | None, leaves_after: float | None
     ) -> bool:
         """Go by what the device will do: the host is ahead, and nothing of it has happened yet."""
         link = self._writes.copy_rate()
         if leaves_after is None or link is None:
             trace.is_trial = True  # it moves what it can, and is timed
             return True
-        backlog, write = self._backlog_at(leaves_after), link
-        if in_memory:  # until it is copied, it is in the device's memory
+        while self._expected and self._expected[0][0] <= leaves_after:
+            self._expected_bytes -= self._expected.popleft()[1]
+        backlog, write = self._expected_bytes, link  # of items that will not have left by then
+        if self._writes.has_room_in_memory(nbytes):  # until it is copied, the device has it
             room = self._writes.copy_window() - nbytes
             soon = idle is not None and idle < _MARGIN * (backlog + 2 * nbytes) / link
         else:
@@ -196,12 +192,6 @@ class AutomaticBudget(Budget):
         self._expected_bytes += nbytes
         return True
 
-    def _backlog_at(self, leaves_after: float) -> int:
-        """Return the bytes of items that will not have left when the device, later, is there."""
-        while self._expected and self._expected[0][0] <= leaves_after:
-            self._expected_bytes -= self._expected.popleft()[1]
-        return self._expected_bytes
-
     def must_leave(self, trace: Trace) -> int | None:
         """Nothing must be written: what is in flight stays. See `Budget.must_leave`."""
         # When the host launches backward, a device has not even produced what is in flight.
@@ -211,10 +201,8 @@ class AutomaticBudget(Budget):
         """Learn how much a backward pass can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
         rate = self._writes.rate(write=True) or math.inf
-        of_small_pass = min(
-            _SMALL_PASS_BYTES, _SMALL_PASS_SHARE * saved, rate * _SMALL_PASS_SECONDS
-        )
-        backlog = int(max(_LEAST_BACKLOG_BYTES, of_small_pass, _BACKLOG_SHARE * saved))
+        small_pass = min(_SMALL_PASS_BYTES, _SMALL_PASS_SHARE * saved, rate * _SMALL_PASS_SECONDS)
+        backlog = int(max(_LEAST_BACKLOG_BYTES, small_pass, _BACKLOG_SHARE * saved))
         self._backlog = min(backlog, self._most_backlog)
         self._step_seconds = trace.seconds
         allowance = ALLOWANCE * trace.seconds

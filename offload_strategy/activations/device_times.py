@@ -9,9 +9,10 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 
@@ -21,23 +22,14 @@ from offload_strategy.torch_support.accelerator import elapsed_seconds
 _FIRST_PASSES, _ONE_OF = 8, 16
 
 
-def is_timed(serial: int) -> bool:
-    """Return whether the forward pass with this number is timed."""
-    return serial < _FIRST_PASSES or serial % _ONE_OF == 0
-
-
-class DeviceTimes:
-    """The events of one pass on the device that computes it."""
+class DeviceEvents:
+    """The events of the forward or the backward of a pass on the device that computes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        #: Each save, and the number of holds before it.
-        self._saved: list[tuple[torch.Event, int]] = []
-        #: Begin and end of each time in which forward was held until copies to the host were over.
-        self._holds: list[tuple[torch.Event, torch.Event]] = []
-        #: Each first use, and the number of waits before it.
-        self._used: list[tuple[torch.Event, int]] = []
-        #: Begin and end of each time in which the device waited for bytes.
+        #: Each save, or each first use, and the number of waits before it.
+        self.items: list[tuple[torch.Event, int]] = []
+        #: Begin and end of each time in which the compute stream waited.
         self._waits: list[tuple[torch.Event, torch.Event]] = []
 
     def _event(self) -> torch.Event:
@@ -45,48 +37,43 @@ class DeviceTimes:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def saved(self) -> None:
-        """Record that an item was saved."""
-        self._saved.append((self._event(), len(self._holds)))
-
-    def used(self) -> None:
-        """Record the first use of an item."""
-        self._used.append((self._event(), len(self._waits)))
-
-    def hold(self) -> AbstractContextManager[None]:
-        """Record when the compute stream could go on, and when copies to the host let it."""
-        return self._timed(self._holds)
-
-    def wait(self) -> AbstractContextManager[None]:
-        """Record when the compute stream needs bytes, and when it has them."""
-        return self._timed(self._waits)
+    def note(self) -> None:
+        """Record that an item was saved, or used first."""
+        self.items.append((self._event(), len(self._waits)))
 
     @contextmanager
-    def _timed(self, times: list[tuple[torch.Event, torch.Event]]) -> Iterator[None]:
+    def wait(self) -> Iterator[None]:
+        """Record when the compute stream could go on, and when copies or missing bytes let it."""
         begun = self._event()
         yield
-        times.append((begun, self._event()))
+        self._waits.append((begun, self._event()))
 
     @property
     def over(self) -> bool:
         """Whether the device has reached every event."""
-        known = (event for event, _ in chain(reversed(self._saved), self._used))
-        ends = (end for _, end in chain(self._holds, self._waits))
+        known = (event for event, _ in reversed(self.items))
         # All of them: a pass may have several streams, of which each keeps its own order.
-        return all(event.query() for event in chain(known, ends))
+        return all(event.query() for event in chain(known, (end for _, end in self._waits)))
 
-    def elapsed(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]], float, float]:
-        """Return the seconds from the first save to each save and to each use.
+    def since(self, first: torch.Event) -> tuple[list[tuple[float, float]], float]:
+        """Return the seconds from an event to each item, and those of waits before that item.
 
-        With each save are the seconds for which forward was held until then, with each use those
-        for which the device had waited for bytes; last the seconds of all holds and of all waits.
+        Last are the seconds of all waits.
         """
-        first, _ = self._saved[0]
-        held, waited = _sums(self._holds), _sums(self._waits)
-        saved = [(elapsed_seconds(first, event), held[holds]) for event, holds in self._saved]
-        used = [(elapsed_seconds(first, event), waited[waits]) for event, waits in self._used]
-        return saved, used, held[-1], waited[-1]
+        waits = (elapsed_seconds(*wait) for wait in self._waits)
+        waited = list(accumulate(waits, initial=0.0))
+        times = [(elapsed_seconds(first, event), waited[before]) for event, before in self.items]
+        return times, waited[-1]
 
 
-def _sums(pairs: Sequence[tuple[torch.Event, torch.Event]]) -> list[float]:
-    return list(accumulate((elapsed_seconds(*pair) for pair in pairs), initial=0.0))
+class DeviceTimes(NamedTuple):
+    """The events of a pass: saves and holds in forward, first uses and waits in backward."""
+
+    forward: DeviceEvents
+    backward: DeviceEvents
+
+    @classmethod
+    def of_pass(cls, serial: int, device: torch.device) -> DeviceTimes | None:
+        """Return those of the pass with this number, or None if it is not timed."""
+        timed = serial < _FIRST_PASSES or serial % _ONE_OF == 0
+        return cls(DeviceEvents(device), DeviceEvents(device)) if timed else None

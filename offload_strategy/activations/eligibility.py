@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -112,13 +111,12 @@ def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor],
     Autocast saves a low-precision copy of a weight, mostly as a view of it (a linear layer saves
     its transpose): cast from the weight, and it lives on in a cache.
     """
-    base = tensor._base
+    whole = tensor if (base := tensor._base) is None else base
     # `isinstance` of parameters is slow Python code, which is for what `type` does not tell.
     if type(tensor) is torch.nn.Parameter or is_weight(tensor):
         return True
-    if base is not None and isinstance(base, torch.nn.Parameter):
+    if whole is not tensor and isinstance(whole, torch.nn.Parameter):
         return True
-    whole = tensor if base is None else base
     node = whole.grad_fn
     for _ in range(_FORM_DEPTH):
         if node is None:
@@ -135,34 +133,23 @@ def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor],
 
 
 # ---------------------------------------------------------------------- bytes
-class ByteRange(NamedTuple):
-    """Bytes `start` to `end` of a storage, that is, what a view can reach."""
-
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its length in bytes."""
-        return self.end - self.start
-
-    def covers(self, other: ByteRange) -> bool:
-        """Whether every byte of `other` lies in this range."""
-        return self.start <= other.start and other.end <= self.end
-
-
-def reach(tensor: torch.Tensor) -> ByteRange:
+def reach(tensor: torch.Tensor) -> range:
     """Return the bytes of its storage that a strided tensor can touch (no stride is negative)."""
     itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
-        return ByteRange(start, start + (tensor.nbytes or itemsize))
+        return range(start, start + (tensor.nbytes or itemsize))
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in strides)
-    return ByteRange(start, start + (last + 1) * itemsize)
+    return range(start, start + (last + 1) * itemsize)
 
 
-def reach_of_base(tensor: torch.Tensor, own: ByteRange) -> ByteRange:
+def covers(span: range, wanted: range) -> bool:
+    """Return whether every byte of `wanted` lies in `span`."""
+    return span.start <= wanted.start and wanted.stop <= span.stop
+
+
+def reach_of_base(tensor: torch.Tensor, own: range) -> range:
     """Return the bytes to take along with a tensor's own `reach`, for other views that are saved.
 
     Those that share its version counter: of what it is a view of, or its own. And all of its
@@ -171,9 +158,9 @@ def reach_of_base(tensor: torch.Tensor, own: ByteRange) -> ByteRange:
     """
     base = tensor._base
     if base is None:
-        if tensor.nbytes >= own.nbytes or tensor._version:
+        if tensor.nbytes >= len(own) or tensor._version:
             return own
-        return ByteRange(0, tensor.untyped_storage().nbytes())
+        return range(tensor.untyped_storage().nbytes())
     if base.layout is not torch.strided or base.numel() == 0:
         return own
     same = base.untyped_storage()._cdata == tensor.untyped_storage()._cdata

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from offload_strategy.activations.device_times import DeviceTimes
-from offload_strategy.activations.eligibility import ByteRange, reach_of_base
+from offload_strategy.activations.eligibility import covers, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 
@@ -101,7 +101,7 @@ class Trace:
     def saved(self, prefix: int, nbytes: int) -> int:
         """Record a new item with its `prefix_with`, and return its number."""
         if self.device_times is not None:
-            self.device_times.saved()
+            self.device_times.forward.note()
         self.prefixes.append(prefix)
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
@@ -112,7 +112,7 @@ class Trace:
     def used(self, number: int) -> None:
         """Record the first use of an item."""
         if self.device_times is not None:
-            self.device_times.used()
+            self.device_times.backward.note()
         self.uses.append((number, perf_counter(), self.waited))
         storage = self._storages[number]
         self._alive_bytes -= storage.nbytes
@@ -143,21 +143,18 @@ class Trace:
 
     def resolve_times(self) -> bool:
         """Replace the host's times by the device's; return whether the times are right now."""
-        times = self.device_times
-        if times is None:
+        if self.device_times is None:
             return not self.on_device
-        if not self.uses or not times.over:
+        forward, backward = self.device_times
+        if not self.uses or not forward.over or not backward.over:
             return False
-        start = self.started_at
-        saved, used, self.held, self.waited = times.elapsed()
+        start, (first, _) = self.started_at, forward.items[0]
+        saved, self.held = forward.since(first)
+        used, self.waited = backward.since(first)
         self.saved_at = [start + seconds for seconds, _ in saved]
         self.held_at = [held for _, held in saved]
-        self.uses = [
-            (number, start + seconds, waited)
-            for (number, _, _), (seconds, waited) in zip(
-                self.uses, used, strict=False
-            )  # Ctrl-C leaves one
-        ]
+        both = zip(self.uses, used, strict=False)  # Ctrl-C leaves one
+        self.uses = [(number, start + after, waited) for (number, _, _), (after, waited) in both]
         self.on_device, self.device_times = False, None
         return True
 
@@ -205,14 +202,14 @@ class SavedItem:
 
     record: ForwardRecord
     number: int
-    range: ByteRange
+    span: range
     nbytes: int
     storage: StorageReference
     #: Version counter of the saved tensor.
     version: int
     #: None if the item is kept in memory, or is still in a batch.
     ticket: Ticket | None = None
-    #: The bytes while they are in a batch.
+    #: The bytes while they are in a batch, or where somebody has emptied their storage meanwhile.
     payload: torch.Tensor | None = None
     #: With `activations.verify`, the bytes that were written, where they were saved.
     original: torch.Tensor | None = None
@@ -223,9 +220,13 @@ class SavedItem:
     views: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
-    def leaves(self) -> bool:
-        """Whether the item is or will be offloaded."""
-        return self.ticket is not None or self.payload is not None
+    def is_emptied(self) -> bool:
+        """Whether the storage of the payload has become too small for it."""
+        payload = self.payload
+        if payload is None:
+            return False
+        end = int(payload.storage_offset()) * payload.itemsize + self.nbytes
+        return payload.untyped_storage().nbytes() < end
 
     @property
     def has_pending_views(self) -> bool:
@@ -278,7 +279,7 @@ class ForwardRecord:
         """Bytes of loaded items in the memory of the device that computes."""
         return self.staged_bytes if self.trace.on_device else self.loaded_bytes
 
-    def find(self, tensor: torch.Tensor, wanted: ByteRange) -> SavedItem | None:
+    def find(self, tensor: torch.Tensor, wanted: range) -> SavedItem | None:
         """Return the item that already has these bytes at this version, or None."""
         storage = tensor.untyped_storage()
         for reference in self._by_storage.get(storage._cdata, ()):
@@ -286,18 +287,18 @@ class ForwardRecord:
             if (
                 item is not None
                 and item.version == tensor._version
-                and item.range.covers(wanted)
+                and covers(item.span, wanted)
                 # Once changed, bytes are told by the counter of their base; others may lie between.
-                and (not item.version or item.range in (wanted, reach_of_base(tensor, wanted)))
-                and (wanted.start - item.range.start) % tensor.element_size() == 0
+                and (not item.version or item.span in (wanted, reach_of_base(tensor, wanted)))
+                and (wanted.start - item.span.start) % tensor.element_size() == 0
                 and item.storage() is storage
             ):
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: range, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
-        storage, nbytes = tensor.untyped_storage(), span.nbytes
+        storage, nbytes = tensor.untyped_storage(), len(span)
         number = self.trace.saved(prefix, nbytes)
         self.largest = max(self.largest, nbytes)
         watched = self.trace.watch(number, storage, nbytes)
@@ -306,6 +307,11 @@ class ForwardRecord:
         self._items.append(reference)
         self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
+
+    def items_of(self, storage: torch.UntypedStorage) -> list[SavedItem]:
+        """Return the items that exist of a storage."""
+        items = [reference() for reference in self._by_storage.get(storage._cdata, ())]
+        return [item for item in items if item is not None and item.storage() is storage]
 
     def unused(self, number: int) -> SavedItem | None:
         """Return an item that exists and was not used yet, or None."""

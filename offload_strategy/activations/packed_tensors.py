@@ -71,7 +71,7 @@ class OffloadedTensor:
         self.shape = tensor.shape
         self.strides = tensor.stride()
         self.dtype = dtype = tensor.dtype
-        self.offset_bytes = int(tensor.storage_offset()) * dtype.itemsize - item.range.start
+        self.offset_bytes = int(tensor.storage_offset()) * dtype.itemsize - item.span.start
         # Flags beside the bytes: conjugation and negation wait until somebody computes with them.
         self.conjugated = dtype.is_complex and tensor.is_conj()
         self.negated = tensor.is_neg()

@@ -23,7 +23,6 @@ from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
-from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
@@ -32,7 +31,6 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
     GivenPlan,
     LifetimePlan,
-    load_plan,
     plan_lifetimes,
     within,
 )
@@ -85,15 +83,11 @@ class MemoryLimit:
     name: str = "planning.device_memory"
     processes: int = 1
 
-    def measure(self, parameter: torch.Tensor) -> None:
+    def measure(self, parameter: torch.Tensor) -> PeakMeter:
         """Measure the memory of a parameter's device, unless one is measured already."""
         if self.meter is None:
             self.meter = PeakMeter(parameter)
-
-    def used_bytes(self) -> int:
-        """Return the bytes in use now."""
-        assert self.meter is not None
-        return self.meter.used_bytes()
+        return self.meter
 
     def limit_bytes(self) -> int:
         """Return the limit, which is what is free now if none was given."""
@@ -101,15 +95,6 @@ class MemoryLimit:
         if self.nbytes is not None:
             return self.nbytes
         return int(_FREE_SHARE * self.meter.total_bytes(self.processes))
-
-    @classmethod
-    def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
-        """Return the limit of a config, or None; raise a ConfigError if its plan is unreadable."""
-        if section.device_memory is None:
-            return None
-        nbytes = None if section.device_memory == "auto" else int(section.device_memory)
-        given = None if section.plan is None else load_plan(section.plan)
-        return cls(nbytes, section.profile_steps, given=given)
 
 
 class PlannedBudget(Budget):
@@ -268,7 +253,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         assert memory.upcoming_bytes is not None
         limit = memory.limit_bytes()
-        used, upcoming = memory.used_bytes() - nbytes, memory.upcoming_bytes()
+        used, upcoming = memory.meter.used_bytes() - nbytes, memory.upcoming_bytes()
         looks = self._current is not None
         if self._current is not None:
             saved = self._current.saved_bytes

@@ -32,9 +32,11 @@ from offload_strategy.activations.forward_records import (
     UseOrder,
 )
 from offload_strategy.activations.tier_writes import batch_bytes
+from offload_strategy.errors import OffloadError
+from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
-from offload_strategy.units import MiB
+from offload_strategy.units import MiB, format_size
 
 #: Largest number of prefetched bytes with `activations.prefetch: auto`, unless more were freed.
 AUTO_BYTES = 32 * MiB
@@ -130,7 +132,8 @@ class Prefetcher:
         self._limit_bytes = limit_bytes
         self.history = UseOrderHistory()
         self._margin = _FIRST_MARGIN
-        self._speed = _Speed()
+        self._loads = RecentRate()
+        self._last_load_end = 0.0
         self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
@@ -150,8 +153,7 @@ class Prefetcher:
 
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
-        last_use = trace.uses[-1][1]
-        return last_use + min(perf_counter() - last_use, self._tail)
+        return min(perf_counter(), trace.uses[-1][1] + self._tail)
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
@@ -161,6 +163,14 @@ class Prefetcher:
             for record in records
             if record is not None and record.trace is not trace
         )
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        """Be done with the memory of a storage; see [Note: resized storages]."""
+        for reference in list(self._alive.values()):
+            record = reference()
+            for item in () if record is None else record.items_of(storage):
+                if item.ticket is not None:
+                    self._store.let_go(item.ticket, storage)
 
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
@@ -190,6 +200,11 @@ class Prefetcher:
         ticket = item.ticket
         if ticket is None:
             assert item.payload is not None
+            if item.is_emptied:
+                raise OffloadError(
+                    f"the storage of a saved tensor of {format_size(item.nbytes)} was emptied "
+                    f"after forward, and not filled again before backward uses it"
+                )
             return item.payload
         state, cached = ticket.state, item.cached
         absent = cached is None and state in (TicketState.STORED, TicketState.LOADING)
@@ -201,7 +216,7 @@ class Prefetcher:
             self._fetch_ahead(item)
         begin = perf_counter()
         times = trace.device_times
-        with nullcontext() if times is None else times.wait():
+        with nullcontext() if times is None else times.backward.wait():
             payload = self._store.get(ticket) if cached is None else cached.here()
             self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
@@ -214,7 +229,10 @@ class Prefetcher:
         if absent or waited > _WORTH_SECONDS:  # its write could not be cancelled
             trace.waited += waited
         if ticket.entry.load_times is not None:
-            self._speed.add(ticket.nbytes, *ticket.entry.load_times)
+            begin, end = ticket.entry.load_times
+            if end > self._last_load_end:
+                self._loads.add(ticket.nbytes, end - max(begin, self._last_load_end))
+                self._last_load_end = end
         return payload
 
     def used(self, item: SavedItem) -> None:
@@ -230,7 +248,6 @@ class Prefetcher:
             self._open.pop(record.serial, None)
 
     def _begin_use(self, item: SavedItem) -> None:
-        """Record the first use of an item."""
         record, nbytes = item.record, item.nbytes
         if not record.in_backward:
             self._begin_backward(record)
@@ -319,7 +336,10 @@ class Prefetcher:
 
     def _begin_at(self, due: float, nbytes: int) -> float:
         """Return when loads of so many bytes must begin in order to be over at `due`."""
-        return due - _LATENCY_SECONDS - self._margin * self._speed.seconds(nbytes)
+        rate = self._loads.rate
+        # At an unknown rate nothing can wait.
+        seconds = nbytes / rate if rate else math.inf
+        return due - _LATENCY_SECONDS - self._margin * seconds
 
     def _fetch(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Prefetch items after a place; return whether those are all that are left."""
@@ -389,22 +409,3 @@ class Prefetcher:
             room -= item.ticket.nbytes
             if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
                 return
-
-
-class _Speed:
-    """The recent rate of loads."""
-
-    def __init__(self) -> None:
-        self._nbytes = self._seconds = self._last_end = 0.0
-
-    def add(self, nbytes: int, queued_at: float, finished_at: float) -> None:
-        if finished_at <= self._last_end:
-            return
-        busy = finished_at - max(queued_at, self._last_end)
-        self._last_end = finished_at
-        self._nbytes = 0.9 * self._nbytes + nbytes
-        self._seconds = 0.9 * self._seconds + busy
-
-    def seconds(self, nbytes: int) -> float:
-        # Of an unknown speed: nothing can wait.
-        return nbytes * self._seconds / self._nbytes if self._nbytes else math.inf

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
-from offload_strategy.activations.device_times import DeviceTimes, is_timed
+from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
-    ByteRange,
     UnsupportedTensors,
+    covers,
     is_small,
     reach,
     reach_of_base,
@@ -31,6 +31,7 @@ from offload_strategy.activations.packed_tensors import KeptItem, KeptTensor, Of
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.activations.resized_storages import announce_to
 from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
@@ -106,6 +107,7 @@ class ActivationOffload:
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
+        announce_to(self._prefetcher)
         # Of a batch on the CPU.
         self._batch_bytes = 0
         self._hint = 0
@@ -239,19 +241,20 @@ class ActivationOffload:
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            kind = OffloadedTensor if item.leaves else KeptItem
+            stays = item.ticket is None and item.payload is None
+            kind = KeptItem if stays else OffloadedTensor
             return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes or not span.covers(wanted):
+        if len(wanted) < _WHOLE_BASE_SHARE * len(span) or not covers(span, wanted):
             span = wanted
-        if span.nbytes < self._min_size:
+        if len(span) < self._min_size:
             return KeptTensor(tensor)
         return self._new_item(tensor, span, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
-        trace, nbytes = record.trace, span.nbytes
+    def _new_item(self, tensor: torch.Tensor, span: range, record: ForwardRecord) -> Packed:
+        trace, nbytes = record.trace, len(span)
         trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
         device = tensor.device
@@ -260,7 +263,7 @@ class ActivationOffload:
             self._writes.on_device = True
             if not trace.sizes:
                 trace.on_device = True
-                trace.device_times = DeviceTimes(device) if is_timed(record.serial) else None
+                trace.device_times = DeviceTimes.of_pass(record.serial, device)
         idle, leaves_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)

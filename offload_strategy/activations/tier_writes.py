@@ -113,6 +113,10 @@ class TierWrites:
                 batch.items.append(one)
                 batch.nbytes += item.nbytes
                 continue
+            if item.is_emptied:
+                # Whoever emptied its storage fills it again before backward, which reads it there.
+                item.record.trace.left_bytes -= item.nbytes
+                continue
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
             found.append(((item.payload.device, stream), item, item.payload, next_use))
@@ -122,7 +126,7 @@ class TierWrites:
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):
             _, items, payloads, next_uses = zip(*group, strict=True)
             hints = (True, payloads[0].is_cpu)
-            with nullcontext() if times is None else times.hold():
+            with nullcontext() if times is None else times.forward.wait():
                 tickets = self.store.put_all(
                     payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
                 )
@@ -167,7 +171,7 @@ class TierWrites:
     def copy_rate(self) -> float | None:
         """Return the bytes per second of copies from a device to the host, or None if unknown."""
         engines = tuple(self.store.copies.values())
-        return min((rate for engine in engines if (rate := engine.outgoing_rate)), default=None)
+        return min((rate for engine in engines if (rate := engine.outgoing.rate)), default=None)
 
     def copy_window(self) -> int:
         """Return the bytes that may be on their way to the host before a device waits for them."""

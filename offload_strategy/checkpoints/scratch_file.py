@@ -11,7 +11,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -40,13 +40,12 @@ logger = get_logger(__name__)
 _BUFFER_BYTES = 8 * MiB
 
 
-def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
+def scratch_directories(tiers: Sequence[Path]) -> list[Path]:
     """Return the directories in which a scratch file may be created, best first.
 
     They are those among the paths of the ssd tiers, which may be block devices too, then the
     default directory; without paths there are none.
     """
-    tiers = list(tiers)
     if not tiers:
         return []
     places = [path for path in tiers if not is_block_device(path)]

@@ -169,7 +169,6 @@ def _lock(fd: int, *, wait: bool) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a directory entry to disk."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -106,12 +107,9 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
         kind = getattr(file_system_of(path), "kind", "unknown")
         with _backend(options.backend, options.threads, options.block_size) as backend:
+            show = bar.part(part, f"{path}: write, read")
             rates = probe(
-                region,
-                backend,
-                seconds=options.seconds,
-                nbytes=options.size,
-                on_progress=bar.part(part, f"{path}: write, read"),
+                region, backend, seconds=options.seconds, nbytes=options.size, on_progress=show
             )
             result |= {
                 "file_system": "block device" if is_device else kind,
@@ -125,12 +123,10 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
             observed = {way: one for way, one in load_rates(of).items() if one.source == "observed"}
             save_rates(of, {**rates, **observed})
+            show = bar.part(part + 1, f"{path}: latency")
+            seconds = options.seconds / 2
             latencies = write_latencies(
-                region,
-                backend,
-                nbytes=_LATENCY_BYTES,
-                seconds=options.seconds / 2,
-                on_progress=bar.part(part + 1, f"{path}: latency"),
+                region, backend, nbytes=_LATENCY_BYTES, seconds=seconds, on_progress=show
             )
         result["write_latency"] = {
             "bytes": _LATENCY_BYTES,
@@ -141,10 +137,10 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
         sweep = result["sweep"] = list[dict[str, Any]]()
         if options.sweep:
             show = bar.part(part + 2, f"{path}: sweep")
-            kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
+            seconds = min(options.seconds, _SWEEP_SECONDS)
+            kinds = [*itertools.product(_SWEEP_THREADS, _SWEEP_BLOCKS)]
             for number, (threads, block) in enumerate(kinds, start=1):
                 with _backend(options.backend, threads, block) as backend:
-                    seconds = min(options.seconds, _SWEEP_SECONDS)
                     found = probe(region, backend, seconds=seconds, nbytes=options.size)
                 sweep.append({"threads": threads, "block_size": block, **_per_second(found)})
                 show(number / len(kinds))
@@ -179,26 +175,18 @@ def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace
         how = "direct" if one["direct"] else "buffered"
         rows.append((one["path"], one["file_system"], how, *figures, f"{one['share']:.0%}"))
     if len(rows) > 1:
-        print(
-            f"{options.backend} backend, {options.threads} threads, blocks of "
-            f"{format_size(options.block_size)}"
-        )
+        size = format_size(options.block_size)
+        print(f"{options.backend} backend, {options.threads} threads, blocks of {size}")
         print(_table(rows, left=3))
     for result in results:
         if result.get("sweep"):
+            rows = [("threads", *map(format_size, _SWEEP_BLOCKS))]
+            for threads, tried in itertools.groupby(result["sweep"], lambda one: one["threads"]):
+                cells = [f"{write:.2f} / {read:.2f}" for write, read in map(_gigabytes, tried)]
+                # A sweep that failed lacks the last figures.
+                rows.append((str(threads), *cells, *["-"] * (len(_SWEEP_BLOCKS) - len(cells))))
             print(f"\n{result['path']}: write / read in GB/s by threads and block size")
-            print(_table(_sweep_rows(result["sweep"]), left=1))
-
-
-def _sweep_rows(sweep: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: dict[int, list[str]] = {}
-    for one in sweep:
-        write, read = _gigabytes(one)
-        row = rows.setdefault(one["threads"], [str(one["threads"])])
-        row.append(f"{write:.2f} / {read:.2f}")
-    heading = ("threads", *map(format_size, _SWEEP_BLOCKS))
-    # A sweep that failed lacks the last figures.
-    return [heading, *((*row, *["-"] * (len(heading) - len(row))) for row in rows.values())]
+            print(_table(rows, left=1))
 
 
 def _table(rows: Sequence[Sequence[str]], left: int) -> str:

@@ -80,13 +80,9 @@ def _memory(config: OffloadConfig) -> Iterator[Check]:
     processes = local_processes()
     each = "; each has buffers and spaces of its own" if processes > 1 else ""
     yield Check("processes", OK, f"{processes} on this machine{each}")
-    memory = psutil.virtual_memory()
+    memory, limit = psutil.virtual_memory(), memory_cgroup_limit()
     yield machine_checks.check_memory(
-        config,
-        processes=processes,
-        total=memory.total,
-        available=memory.available,
-        limit=memory_cgroup_limit(),
+        config, processes=processes, total=memory.total, available=memory.available, limit=limit
     )
     yield machine_checks.check_huge_pages()
     yield machine_checks.check_locked_memory(

@@ -88,7 +88,7 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
         rates = f"{one.write / 1e9:.3g} GB/s written, {one.read / 1e9:.3g} GB/s read"
         free = f"{format_size(one.capacity_bytes)} free"
         quoted = one.name.replace("'", "''")
-        drives += [f"# {kind}, {free}, {rates} ({one.sources['read_GBps']})", f"- '{quoted}'"]
+        drives += [f"# {kind}, {free}, {rates} ({one.sources['read']})", f"- '{quoted}'"]
     host = f"- {{name: host, kind: dram, capacity: {_gib(_HOST_SHARE * memory)}}}\n    "
     template = resources.files("offload_strategy.configs").joinpath("accelerate/machine.yaml")
     text = Template(template.read_text(encoding="utf-8")).substitute(

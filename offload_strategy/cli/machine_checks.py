@@ -164,13 +164,11 @@ def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
     shown = "unlimited" if limit is None else format_size(limit)
     if not has_gpu:
         return Check("locked memory", OK, f"{shown} (not needed without a GPU)")
-    if limit is not None and limit < pinned:
-        found = f"the limit is {shown}, memory.pinned is {format_size(pinned)}"
-        advice = (
-            "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf"
-        )
-        return Check("locked memory", WARNING, found, advice)
-    return Check("locked memory", OK, shown)
+    if limit is None or limit >= pinned:
+        return Check("locked memory", OK, shown)
+    found = f"the limit is {shown}, memory.pinned is {format_size(pinned)}"
+    advice = "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf"
+    return Check("locked memory", WARNING, found, advice)
 
 
 def check_open_files(limit: int | None) -> Check:

@@ -80,14 +80,18 @@ class Command(NamedTuple):
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return those of the options that were given, by name; 0 counts as given."""
     values = {name: getattr(options, name) for name in names}
-    return {
-        name: value for name, value in values.items() if value is not None and value is not False
-    }
+    return {name: one for name, one in values.items() if one is not None and one is not False}
 
 
 def flags(names: Iterable[str]) -> str:
     """Return the names of options as they are written."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise a ConfigError that names those of the options that were given."""
+    if found := given(options, *names):
+        raise ConfigError(f"{flags(found)}: {why}")
 
 
 def check_writable(file: Path, force: bool) -> None:

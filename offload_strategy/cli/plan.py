@@ -16,15 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import Command, Option, flags, given, rate
-from offload_strategy.cli.plan_search import (
-    CPU,
-    SIZES,
-    check_search_options,
-    plan_here,
-    plan_search,
-    refuse,
-)
+from offload_strategy.cli.options import Command, Option, flags, given, rate, refuse
+from offload_strategy.cli.plan_search import CPU, OF_GPUS, plan_here, plan_search
 from offload_strategy.engine.profile_run import profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime import lifetime_plan
@@ -37,6 +30,18 @@ from offload_strategy.units import format_size, markdown_table
 
 #: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
+#: Options that need `--search`.
+_OF_SEARCH = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
+#: Options that have an effect only on the CPU.
+_OF_CPU = ("update_rate", "read", "write", "duplex")
+#: Options that have an effect only on a profiled step, and those that have none there.
+_OF_STEP = ("device_memory", "write_plan")
+#: The sizes of a model that has no name.
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "gated")
+_OF_MODEL = (
+    *("model", "config_json", *_SIZES, "batch", "sequence", "gpu", "ssd", "writes_per_day"),
+    *("host_memory", *OF_GPUS, "duplex", "tflops", "update_rate", "write_config", "dir", "force"),
+)
 #: Tokens of a sequence for a model that names no length.
 _USUAL_LENGTH = 2048
 
@@ -122,22 +127,23 @@ _ABOUT = (
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.script and not _is_script(options.script[0]):
-        return _plan_model(options)
-    check_search_options(options)
+    if options.script and not _is_script(path := Path(options.script[0])):
+        # A model that is named without an option; options may follow it.
+        model, *rest = options.script
+        options = options.parser.parse_args(rest, options)
+        if options.script or options.model or options.config_json:
+            raise ConfigError(f"give one model: {model} is one already")
+        options.model, options.config_json = (None, path) if path.exists() else (model, None)
+    _check_options(options)
     if options.script:
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
-    if not options.search:
-        return _plan_here(options)
-    if not options.sequences:
-        _require(options, ["sequence"], ", or --sequences")
-    return plan_search(options, _shape(options))
-
-
-def _plan_here(options: argparse.Namespace) -> int:
-    """Plan for this machine, with the longest sequences that the model is made for."""
+    if options.search:
+        if not options.sequences:
+            _require(options, ["sequence"], ", or --sequences")
+        return plan_search(options, _shape(options))
+    # With the longest sequences that the model is made for.
     shape, source = _shape(options), "as given"
     if options.sequence is None:
         known = 0 if (options.model or "").lower() in _KINDS else shape.max_positions
@@ -146,20 +152,28 @@ def _plan_here(options: argparse.Namespace) -> int:
     return plan_here(options, shape, source)
 
 
-def _is_script(word: str) -> bool:
-    path = Path(word)
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise a ConfigError that names options without effect on what is planned."""
+    if options.script:
+        named = ("profile", "search", *_OF_MODEL)
+        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
+    else:
+        refuse(options, ("write_profile",), "for a script: name one, or leave it out")
+    if options.search and options.profile is not None:
+        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
+    if options.profile is not None:
+        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
+    elif not options.script:
+        refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
+    if not options.search:
+        refuse(options, _OF_SEARCH, "give --search as well, or leave it out")
+    if options.gpu not in (None, CPU) and not (options.profile or options.script):
+        why = "no effect for a GPU, which updates states itself and uses drives of the table"
+        refuse(options, _OF_CPU, f"{why}; leave it out")
+
+
+def _is_script(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_file() and path.suffix != ".json")
-
-
-def _plan_model(options: argparse.Namespace) -> int:
-    """Plan for a model that is named without an option; options may follow it."""
-    model, *rest = options.script
-    options = options.parser.parse_args(rest, options)
-    if options.script or options.model or options.config_json:
-        raise ConfigError(f"give one model: {model} is one already")
-    is_path = Path(model).exists()
-    options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
-    return _plan(options)
 
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
@@ -173,19 +187,14 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         raise ConfigError("give one of --model and --config-json")
     kind: Any = (options.model or "").lower()
     if kind not in _KINDS:
-        refuse(options, SIZES, "for a kind: this model has sizes of its own, so leave it out")
+        refuse(options, _SIZES, "for a kind: this model has sizes of its own, so leave it out")
         return from_config(options.config_json) if kind == "" else preset(options.model)
     _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
     longest = max(options.sequences or [options.sequence or _USUAL_LENGTH])
+    usual: dict[str, Any] = {"vocabulary": _VOCABULARY[kind], "gated": kind == "llama"}
     return TransformerShape(
         kind,
-        layers=options.layers,
-        hidden=options.hidden,
-        heads=options.heads,
-        vocabulary=_VOCABULARY[kind] if options.vocabulary is None else options.vocabulary,
-        kv_heads=options.kv_heads,
-        feed_forward=options.feed_forward,
-        gated=options.gated or kind == "llama",
+        **usual | given(options, *_SIZES),
         tied=kind != "llama",
         max_positions=longest,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import check_writable, flags, given
+from offload_strategy.cli.options import check_writable, given, refuse
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
@@ -30,68 +29,19 @@ from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
 from offload_strategy.planner.request import CpuRequest, Request, StateType
-from offload_strategy.planner.search.search_result import (
-    SearchResult,
-    Space,
-    config_yaml,
-    rounded,
-)
+from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml, rounded
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import format_size, markdown_list, markdown_table
 
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
-#: Options that need `--search`.
-_OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
-#: Options that have an effect only on the CPU.
-_OF_CPU = ("update_rate", "read", "write", "duplex")
 #: Options that have an effect only with GPUs.
-_OF_GPUS = ("devices", "machines", "interconnect", "network")
-#: Options for what is between several machines, or devices, and the option that says how many.
-_BETWEEN = {"network": "machines", "interconnect": "devices"}
-#: Options that have an effect only on a profiled step, and those that have none there.
-_OF_STEP = ("device_memory", "write_plan")
-#: The sizes of a model that has no name.
-SIZES = ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "gated")
-_OF_MODEL = (
-    *("model", "config_json", *SIZES, "batch", "sequence", "gpu", "ssd", "writes_per_day"),
-    *("host_memory", *_OF_GPUS, "duplex", "tflops", "update_rate", "write_config", "dir", "force"),
-)
+OF_GPUS = ("devices", "machines", "interconnect", "network")
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
 _LESS = 0.85
 _MORE = (2, 4, 8, 16)
-
-
-def check_search_options(options: argparse.Namespace) -> None:
-    """Raise a ConfigError that names options without effect with, or without, a search."""
-    if options.script:
-        named = ("profile", "search", *_OF_MODEL)
-        refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
-    else:
-        refuse(options, ("write_profile",), "for a script: name one, or leave it out")
-    if options.search and options.profile is not None:
-        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
-    if options.profile is not None:
-        refuse(options, _OF_MODEL, "no effect with --profile, a step of a model: leave it out")
-    elif not options.script:
-        refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
-    if not options.search:
-        refuse(options, _OPTIONS, "give --search as well, or leave it out")
-    if options.gpu not in (None, CPU) and not (options.profile or options.script):
-        refuse(
-            options,
-            _OF_CPU,
-            "no effect for a GPU, which updates states itself and uses drives of the table; leave "
-            "it out",
-        )
-
-
-def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise a ConfigError that names those of the options that were given."""
-    if found := given(options, *names):
-        raise ConfigError(f"{flags(found)}: {why}")
 
 
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
@@ -113,9 +63,8 @@ def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
 
 def _space(options: argparse.Namespace) -> Space:
     if options.batch is not None:
-        refuse(
-            options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
-        )
+        why = "for a batch that is searched: leave out --batch"
+        refuse(options, ("max_batch", "max_tokens"), why)
     chosen = given(options, "batch", "max_batch", "max_tokens", "tolerance")
     if "eager" in (options.allow or ()):
         chosen["overlaps"] = get_args(Overlap)
@@ -134,9 +83,8 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     named = options.gpu not in (None, CPU)
     gpu = device(options.gpu) if named else None if options.gpu else this_gpu()
     if gpu is None:
-        why = "for GPUs, each with a rank: leave it out, or say which --device"
-        refuse(options, _OF_GPUS, why)
-    for name, several in _BETWEEN.items():
+        refuse(options, OF_GPUS, "for GPUs, each with a rank: leave it out, or say which --device")
+    for name, several in (("network", "machines"), ("interconnect", "devices")):
         if getattr(options, several) in (None, 1):
             why = f"no effect with --{several} 1 (the default): give how many, or leave it out"
             refuse(options, [name], why)
@@ -145,7 +93,7 @@ def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request 
     if gpu is not None:
         why = f"no effect for a GPU, such as this machine's: leave it out, or say --device {CPU}"
         refuse(options, ("update_rate", "duplex"), why)
-        return Request(shape, gpu, drives, memory, options.tflops, **given(options, *_OF_GPUS))
+        return Request(shape, gpu, drives, memory, options.tflops, **given(options, *OF_GPUS))
     longest = max(options.sequences or [options.sequence])
     rates = {"flops": options.tflops, "update_rate": options.update_rate}
     cores = measured_cores(shape, longest, quickly=not options.search, **rates)
@@ -167,7 +115,7 @@ def _drives_of(options: argparse.Namespace) -> Drive:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
         raise ConfigError(f"--dir: {error.filename}: {error.strerror or error}") from error
-    name, sources = f"{len(directories)} x path", {"read_GBps": "given"}
+    name, sources = f"{len(directories)} x path", {"read": "given"}
     return Drive(name, options.read, options.write, free, sources=sources)
 
 
@@ -281,7 +229,7 @@ def machine_growth(found: SearchResult) -> dict[int, SearchResult]:
     request, most = found.request, found.request.machines
     if isinstance(request, CpuRequest) or most == 1:
         return {}
-    fewer = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    fewer = [1 << k for k in range((most - 1).bit_length())]
     tried = {n: search(replace(request, machines=n), found.space) for n in fewer}
     return tried | {most: found}
 

@@ -55,9 +55,8 @@ def usual_directories() -> list[Path]:
     """Return the configured directories, or else one on each local disk that can be written to."""
     if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
         return [path for tier in OffloadConfig.load(None).tiers for path in tier.paths]
-    measured = [
-        Path(of.path) for of, _ in history.load_all_rates() if of.machine == platform.node()
-    ]
+    known, machine = history.load_all_rates(), platform.node()
+    measured = [Path(of.path) for of, _ in known if of.machine == machine]
     mounts = [Path(mount.mountpoint) for mount in psutil.disk_partitions()]
     found: dict[int, Path] = {}
     for path in (default_directory(), *measured, *mounts):
@@ -94,7 +93,7 @@ def known_path(directory: str | Path, seconds: float = _QUICK_SECONDS) -> Drive:
             rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
             history.save_rates(of, rates)  # for the next answer, and for a run
         read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
-        return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
+        return Drive(str(path), read, write, region.free_bytes, sources={"read": source})
 
 
 def as_drives(directories: Iterable[str | Path]) -> Drive:
@@ -102,8 +101,8 @@ def as_drives(directories: Iterable[str | Path]) -> Drive:
     known = [known_path(directory, _PROBE_SECONDS) for directory in directories]
     names = ("read", "write", "capacity_bytes")
     figures = {name: sum(getattr(one, name) for one in known) for name in names}
-    source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
-    return Drive(f"{len(known)} x path", **figures, sources={"read_GBps": source})
+    source = ", ".join(f"{one.sources['read']} on {one.name}" for one in known)
+    return Drive(f"{len(known)} x path", **figures, sources={"read": source})
 
 
 def this_gpu() -> Device | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +102,6 @@ def is_rotational(
     if re.match(r"(vd|xvd|loop)", folder.resolve().name):
         return None  # virtual and loop devices always report a spinning disk
     for place in (folder, folder / ".."):  # a partition's queue is in the disk's directory
-        try:
+        with suppress(OSError):
             return (place / "queue" / "rotational").read_text().strip() == "1"
-        except OSError:
-            continue
     return None

@@ -6,7 +6,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
@@ -31,6 +30,8 @@ from offload_strategy.config.value_types import (
     BlockSize,
     Budget,
     ChecksumMode,
+    Count,
+    OptionalFile,
     Size,
 )
 from offload_strategy.errors import ConfigError
@@ -142,7 +143,7 @@ class ParametersConfig(_Client):
     enabled: AutoOrBool = "auto"
     """Whether weights are streamed. 'auto': if one process trains, and the weights, with all else
     offloaded, do not fit in memory; never with mode: always."""
-    blocks_in_flight: int = Field(default=2, ge=1)
+    blocks_in_flight: Count = Field(default=2, ge=1)
     """Blocks of the model in memory at a time: the one that computes and those being loaded."""
     blocks: list[str] = Field(default_factory=list)
     """Names of module classes whose instances are blocks. Repeated layers, and large parameters
@@ -159,7 +160,7 @@ class IOConfig(Section):
     GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
     deepspeed, libaio and a compiler), which does not report errors and therefore needs
     checksum: full. 'auto' is kvikio where cuFile has a working driver, else posix."""
-    threads: int = Field(default=4, ge=1, le=256)
+    threads: Count = Field(default=4, ge=1, le=256)
     """Threads per path and direction. The default is lower on machines with fewer cores, but at
     least two."""
     block_size: BlockSize = 32 * MiB
@@ -235,11 +236,12 @@ class PlanningConfig(Section):
     """Maximum memory of training on the device, or of the process when it computes on the CPU.
     As many saved tensors are offloaded, by a plan, as this limit requires. 'auto' is the memory
     that is free when training begins, minus a margin; null means no limit and no plan."""
-    profile_steps: int = Field(default=3, ge=1, le=1000)
+    profile_steps: Count = Field(default=3, ge=1, le=1000)
     """Forward passes to profile before the plan is made; they offload everything they may."""
-    plan: Path | None = None
+    plan: OptionalFile = None
     """Path of a plan written by `ssd-offload plan --write-plan`, possibly edited. It decides for
-    each saved tensor within device_memory; null means to make a plan."""
+    each saved tensor within device_memory; null means to make a plan. '~' and '$VARIABLES' are
+    expanded."""
 
 
 class OffloadConfig(Section):
@@ -266,10 +268,11 @@ class OffloadConfig(Section):
     """Memory that training may use."""
     planning: PlanningConfig = PlanningConfig()
     """A memory limit and the plan that respects it."""
-    report: Path | None = None
+    report: OptionalFile = None
     """File into which the engine writes its report when training ends, for `ssd-offload report`;
-    further processes add their rank to its name."""
-    prometheus_port: int | None = Field(default=None, ge=1, le=65535)
+    further processes add their rank to its name. '~' and '$VARIABLES' are expanded, and its folder
+    must exist."""
+    prometheus_port: Count | None = Field(default=None, ge=1, le=65535)
     """Port of every metric for Prometheus, on all addresses; a process adds its local rank."""
 
     def __init__(self, /, **sections: Any) -> None:

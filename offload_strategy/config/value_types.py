@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,6 +15,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from offload_strategy.config.directories import expand_path
 from offload_strategy.units import PAGE_BYTES, exact_size, parse_count, parse_size
 
 
@@ -50,6 +53,16 @@ def _budget(value: Any) -> int | str:
         return parse_size(value)
     except ValueError as error:
         raise ValueError(f"{error}, nor a share such as '70%'") from None
+
+
+def _expanded(path: Any) -> Any:
+    return expand_path(os.fspath(path)) if isinstance(path, str | os.PathLike) else path
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):  # which Python counts among the integers
+        raise ValueError("must be a number, not true or false")
+    return value
 
 
 def _on_off_auto(value: Any) -> Any:
@@ -107,6 +120,8 @@ AutoOrBool = Annotated[
     WithJsonSchema({"anyOf": [_AUTO, {"type": "boolean"}]}),
 ]
 
+Count = Annotated[int, BeforeValidator(_number)]
+OptionalFile = Annotated[Path | None, BeforeValidator(_expanded)]
 ChecksumMode = Annotated[
     Literal["auto", "full", "sampled", "off"],
     BeforeValidator(lambda mode: ("off", "full")[mode] if isinstance(mode, bool) else mode),

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.checkpoints.scratch_file import scratch_directories
-from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources
-from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer.inner_guard import LOST, guard_of, has_lost_states
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
@@ -44,23 +43,17 @@ class AttachedOptimizers:
     """The optimizers of an engine; iterates over those that are wrapped and alive."""
 
     def __init__(
-        self,
-        resources: Resources,
-        section: OptimizerConfig,
-        registry: ParameterRegistry,
-        choice: AutomaticChoice,
+        self, resources: Resources, registry: ParameterRegistry, choice: AutomaticChoice
     ) -> None:
         self._resources = resources
-        self._section = section
+        self._section = resources.config.optimizer
         self._registry = registry
         self._choice = choice
         self.stream: WeightStream | None = None
         #: Knows attached models whose ranks may shard optimizer states.
-        self.dp_groups = GroupRegistry(shards_states=section.sharding)
+        self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-        self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
         return iter(list(self._wrapped))
@@ -81,6 +74,8 @@ class AttachedOptimizers:
         attached = after_collection(lambda: any(each.inner is optimizer for each in self))
         if attached or isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("attach: this optimizer is attached already. Attach it once.")
+        if has_lost_states(optimizer):
+            raise ConfigError(f"attach: {LOST.format(kind=type(optimizer).__name__)}")
         section = self._section
         if not section.enabled:
             return optimizer
@@ -124,9 +119,11 @@ class AttachedOptimizers:
             claim=WeakHook(self._claim),
         )
         self._wrapped.add(wrapped)
-        self._unguard(optimizer)  # an earlier wrapper of it was freed
-        refuse = WeakHook(self._refuse, weakref.ref(optimizer))
-        self._guards[optimizer] = optimizer.register_step_pre_hook(refuse)
+        # Until this is closed, the user's own must not step: it would create new states in memory,
+        # or find gradients that were consumed.
+        self._inner.add(optimizer)
+        guard = guard_of(optimizer)
+        guard.owner, guard.wrapper = weakref.ref(self), weakref.ref(wrapped)
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
@@ -174,33 +171,20 @@ class AttachedOptimizers:
         for parameter in optimizer.parameters():
             _state_owners.get(parameter, weakref.WeakSet()).discard(optimizer)
         self._wrapped.discard(optimizer)
-        self._unguard(optimizer.inner)
+        self._release(optimizer.inner)
 
     def close(self) -> None:
         """Release all optimizers. Idempotent."""
         for optimizer in self:
             self.unwrap(optimizer)
-        for inner in list(self._guards):
-            self._unguard(inner)
+        for inner in list(self._inner):
+            self._release(inner)
 
-    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
-        """Keep the user's own optimizer from stepping while the engine lives.
-
-        It would create new states in memory, or find gradients that were consumed.
-        """
-        # The wrapping optimizer runs these hooks with itself as argument, and so does a class
-        # whose step() calls its base class on the stand-in for one subgroup.
-        if optimizer is own():
-            raise OffloadError(
-                f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
-                "which does not step by itself any more. Train with the optimizer that attach "
-                "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
-                "offload again, close the engine."
-            )
-
-    def _unguard(self, inner: Optimizer) -> None:
-        if (handle := self._guards.pop(inner, None)) is not None:
-            handle.remove()
+    def _release(self, inner: Optimizer) -> None:
+        self._inner.discard(inner)
+        guard = guard_of(inner)
+        if guard.owner is not None and guard.owner() is self:  # and not another engine by now
+            guard.owner = None
 
     def _subgroup_size(
         self, parameters: Sequence[nn.Parameter], state_bytes: int

@@ -28,6 +28,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
+from offload_strategy.plan_runtime.lifetime_plan import load_plan
 from offload_strategy.telemetry import CLIENTS, get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
@@ -54,14 +55,16 @@ class AutomaticChoice:
         self._pinned_bytes = resources.pinned_bytes
         has_tier = bool(resources.clients.get("parameters"))
         self._can_stream = has_tier and config.parameters.enabled == "auto"
-        planned = MemoryLimit.configured(config.planning)
-        if planned is None:
-            nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)
-            planned = MemoryLimit(nbytes, config.planning.profile_steps, name="memory.limit")
-            if config.activations.enabled == "auto":
-                planned.upcoming_bytes = self.upcoming_bytes
+        planning, name = config.planning, "planning.device_memory"
+        limit = planning.device_memory
+        if limit is None:
+            limit, name = config.memory.limit, "memory.limit"
+        nbytes = None if limit == "auto" else int(limit)
+        given = None if planning.plan is None else load_plan(planning.plan)
         #: The limit of training, with its meter.
-        self.limit = planned
+        self.limit = MemoryLimit(nbytes, planning.profile_steps, given=given, name=name)
+        if planning.device_memory is None and config.activations.enabled == "auto":
+            self.limit.upcoming_bytes = self.upcoming_bytes
         self._models = models
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -85,8 +88,8 @@ class AutomaticChoice:
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
         ):
             return False
-        self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        meter = self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), meter.used_bytes()
         upcoming = self._window_bytes(parameters) + int(_WORKSPACE_SHARE * limit)
         streams = used + upcoming > limit
         if streams:
@@ -114,8 +117,8 @@ class AutomaticChoice:
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swaps = True
             return False
-        self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        meter = self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), meter.used_bytes()
         states = (value for state in optimizer.state.values() for value in state.values())
         loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)

@@ -9,7 +9,6 @@ from timeit import default_timer as perf_counter
 import psutil
 import torch
 
-from offload_strategy.config import Client, OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
@@ -25,8 +24,8 @@ _EXCEEDED, _PATIENCE_SECONDS = 1.05, 3600.0
 class Metrics:
     """Reads the metrics of one engine, and warns of wear of its drives."""
 
-    def __init__(self, config: OffloadConfig, resources: Resources) -> None:
-        self._config = config
+    def __init__(self, resources: Resources) -> None:
+        self._config = resources.config
         self._resources = resources
         self._recorder = resources.recorder
         self._started_at = perf_counter()
@@ -77,11 +76,6 @@ class Metrics:
             "offload/endurance/written_bytes_per_day": written / elapsed * SECONDS_PER_DAY,
             "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
         }
-
-    def write_budgets(self, client: Client) -> dict[str, int]:
-        """Return what may be written in a day, in bytes, for the tiers of a client with a limit."""
-        tiers = self._config.tiers_for(client)
-        return {tier.name: tier.writes_per_day for tier in tiers if tier.writes_per_day}
 
     def warn_about_wear(self) -> None:
         """Warn once per tier of much of its drives' endurance, and of a budget that is not kept."""

@@ -17,11 +17,17 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import is_sharded
 from offload_strategy.units import MiB, format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
-from offload_strategy.weights.safetensors_files import named_tensors, read_index, save_shards
+from offload_strategy.weights.safetensors_files import (
+    named_tensors,
+    read_index,
+    refuse_extra_state,
+    save_shards,
+)
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
@@ -98,8 +104,12 @@ class EngineWeights:
         checkpoint = read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-        with self._resources.files(keep=adopt) as open_file:
-            loader = Loader(self._resources.store, stream, tiers, _device_for(model), open_file)
+
+        def open_file(path: Path) -> ExternalFile:
+            return ExternalFile(path, "checkpoint")
+
+        with self._resources.files(open_file, keep=adopt) as queue_of:
+            loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
     def save_weights(
@@ -108,7 +118,8 @@ class EngineWeights:
         """Save a model as safetensors with at most one shard of it in memory.
 
         Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
-        An existing file is replaced once the new one is on disk. Returns the files with tensors.
+        Files of an earlier save are removed once the new ones are on disk, and an interrupted save
+        leaves them whole. Returns the files with tensors.
 
         Args:
             model: the model to save, attached or not.
@@ -116,7 +127,8 @@ class EngineWeights:
             shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
 
         Raises:
-            ConfigError: safetensors is not installed, or the model is sharded.
+            ConfigError: safetensors is not installed, the model is sharded, or it has extra state
+                (`get_extra_state`). Nothing was written.
             StorageError: a file cannot be written.
         """
         self._check_open()
@@ -125,6 +137,7 @@ class EngineWeights:
                 "save_weights: the model is sharded, and each rank has a part of it. Save it with "
                 "torch.distributed.checkpoint."
             )
+        refuse_extra_state(model)
         stream = self._stream
         read = stream.read if stream is not None else lambda tensor: nullcontext(tensor.detach())
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)

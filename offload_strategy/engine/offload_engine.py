@@ -33,7 +33,7 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
-from offload_strategy.telemetry import Recorder, get_logger
+from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
@@ -76,13 +76,13 @@ class OffloadEngine(EngineReports):
         leave_interrupted_calls()
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
-        self._recorder = Recorder()
+        self.check_report(self.config.report)
         if processes is None:
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1
-        divided = self.config.divided(processes)
-        self._resources = Resources(divided, self._recorder, processes)
-        self._metrics = Metrics(divided, self._resources)
+        self._resources = Resources(self.config.divided(processes), processes)
+        self._recorder = self._resources.recorder
+        self._metrics = Metrics(self._resources)
         self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
         self._registry = ParameterRegistry()
         self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
@@ -91,9 +91,7 @@ class OffloadEngine(EngineReports):
         self._stream = None
         self._activations = None
         self._hooks: WeakKeyDictionary[nn.Module, ForwardHooks] = WeakKeyDictionary()
-        self._optimizers = AttachedOptimizers(
-            self._resources, self.config.optimizer, self._registry, self._choice
-        )
+        self._optimizers = AttachedOptimizers(self._resources, self._registry, self._choice)
         if self.config.parameters.enabled is True:
             self._start_stream()
         elif self.config.activations.enabled:
@@ -334,7 +332,8 @@ class OffloadEngine(EngineReports):
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
         fraction, limit = section.budget_fraction(), section.budget_bytes()
-        budgets = self._metrics.write_budgets("activations")
+        tiers = self._resources.config.tiers_for("activations")
+        budgets = {tier.name: tier.writes_per_day for tier in tiers if tier.writes_per_day}
         return ActivationOffload(
             self._resources.store,
             self._resources.clients.get("activations", []),

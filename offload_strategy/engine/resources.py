@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,9 @@ from offload_strategy.units import MiB, format_size
 #: Block size in bytes for reads of external files.
 _FILE_BLOCK_BYTES = 32 * MiB
 
+#: By what an external file is opened: its path, or what another process says of it.
+_Place = TypeVar("_Place", bound=Hashable)
+
 
 class Resources:
     """Everything that must be closed; holds no reference to the engine.
@@ -41,7 +45,7 @@ class Resources:
     process's share of every capacity.
     """
 
-    def __init__(self, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> None:
+    def __init__(self, config: OffloadConfig, processes: int) -> None:
         enabled = [client for client in CLIENTS if getattr(config, client).enabled]
         wanted = {client: config.tiers_for(client) for client in enabled}
         if config.parameters.enabled == "auto":  # in tiers that others use anyway
@@ -61,7 +65,8 @@ class Resources:
         # It notices what a checksum would.
         cipher = BlockCipher(config.io.block_size) if config.io.encryption else None
         self.pid = os.getpid()
-        self.recorder = recorder
+        self.config = config
+        self.recorder = Recorder()
         #: Bytes of the pool that do not belong to dram tiers.
         self.pinned_bytes = config.memory.pinned_bytes(
             available_bytes() // processes, accelerated=torch.accelerator.is_available()
@@ -69,7 +74,7 @@ class Resources:
         # Tickets from a device that stay in a dram tier are held in buffers too.
         host_bytes = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
         self.pool = BufferPool(self.pinned_bytes + host_bytes)
-        self.store = TensorStore(self.pool, recorder, write_behind=self.pinned_bytes)
+        self.store = TensorStore(self.pool, self.recorder, write_behind=self.pinned_bytes)
         #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
         self.measured_paths = MeasuredPaths(processes)
         #: Tier for new weights of an accelerator that wait for `step()`.
@@ -77,10 +82,8 @@ class Resources:
         self.memory_tiers: dict[str, MemoryTier] = {}
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []
-        self.clients: dict[Client, list[Tier]] = {}
-        self._is_encrypted = config.io.encryption
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
-        readable = [] if self._is_encrypted else wanted.get("optimizer", [])
+        readable = [] if config.io.encryption else wanted.get("optimizer", [])
         self.state_paths = [path for tier in readable for path in tier.paths]
         self._quotas: dict[PathQueue, Quota] = {}
         self._file_queues: list[PathQueue] = []
@@ -95,14 +98,15 @@ class Resources:
                     self.memory_tiers[tier.name] = kind(tier.name, tier.capacity)
                     continue
                 try:
-                    self._open_paths(tier, config, cipher)
+                    self._open_paths(tier, cipher)
                 except OSError as error:
                     raise ConfigError(
                         f"tier {tier.name!r}: {', '.join(map(str, tier.paths))}: {error}. "
                         f"Check the disk and the system's log, or name another directory."
                     ) from error
-            for client, names in wanted.items():
-                self.clients[client] = self._tiers_of(names)
+            self.clients: dict[Client, list[Tier]] = {
+                client: self._tiers_of(of_client) for client, of_client in wanted.items()
+            }
             # Probe unknown paths briefly where a tier must divide its bytes over several paths.
             every = itertools.chain(*self.clients.values())
             together = {queue for tier in every if len(tier.queues) > 1 for queue in tier.queues}
@@ -133,24 +137,26 @@ class Resources:
         return used
 
     @contextmanager
-    def files(self, *, keep: bool) -> Iterator[Callable[[Path], PathQueue]]:
+    def files(
+        self, open_file: Callable[[_Place], ExternalFile], *, keep: bool
+    ) -> Iterator[Callable[[_Place], PathQueue]]:
         """Yield a function that returns the queue that reads an external file, opened once.
 
         The files are closed with the context, or by `close` if they are to be kept.
         """
-        queues: dict[Path, PathQueue] = {}
+        queues: dict[_Place, PathQueue] = {}
         with ExitStack() as stack:
             files = stack.enter_context(ExitStack())
             backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
             stack.callback(backend.close)  # what is under way ends before the files are closed
 
-            def queue(path: Path) -> PathQueue:
-                if path not in queues:
-                    file = ExternalFile(path, "checkpoint")
+            def queue(place: _Place) -> PathQueue:
+                if place not in queues:
+                    file = open_file(place)
                     files.callback(file.close)
-                    queues[path] = PathQueue(file, backend, self.recorder)
-                    stack.callback(queues[path].close)
-                return queues[path]
+                    queues[place] = PathQueue(file, backend, self.recorder)
+                    stack.callback(queues[place].close)
+                return queues[place]
 
             yield queue
             if keep:
@@ -162,21 +168,13 @@ class Resources:
 
         Those of encrypted tiers are of no use to them: the key never leaves its process.
         """
-        tiers = self.clients["parameters"] if not self._is_encrypted else []
+        tiers = self.clients["parameters"] if not self.config.io.encryption else []
         regions = [region for tier in tiers for region in tier.regions]
         return SharedFiles(self.store, regions, self._open_shared)
 
     def _open_shared(self, identity: FileIdentity) -> PathQueue:
-        with ExitStack() as stack:
-            file = SharedFile(identity)
-            stack.callback(file.close)
-            backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
-            stack.callback(backend.close)
-            queue = PathQueue(file, backend, self.recorder)
-            stack.callback(queue.close)
-            self._file_queues.append(queue)
-            self._stack.enter_context(stack.pop_all())
-        return queue
+        with self.files(SharedFile, keep=True) as queue:
+            return queue(identity)
 
     def end_threads(self) -> None:
         """Let transfers finish and end all threads; later transfers start them again."""
@@ -199,26 +197,23 @@ class Resources:
             self.store.close()
             self._stack.close()
 
-    def _open_paths(
-        self, tier: TierConfig, config: OffloadConfig, cipher: BlockCipher | None
-    ) -> None:
-        several, close = len(tier.paths) > 1, self._stack.callback
-        kind = "posix" if config.io.encryption else config.io.backend
-        threads, block_size = config.io.threads_to_use(), config.io.block_size
+    def _open_paths(self, tier: TierConfig, cipher: BlockCipher | None) -> None:
+        several, close, io = len(tier.paths) > 1, self._stack.callback, self.config.io
+        kind = "posix" if io.encryption else io.backend
         queues = self.queues[tier.name] = []
         for place in tier.paths:
             path = make_process_directory(place) if tier.shared else place
             if tier.shared:
                 close(_remove_empty, path)
             capacity = None if several else tier.capacity
-            region = Region(path, tier.name, capacity, config.io.direct, overwrite=tier.overwrite)
+            region = Region(path, tier.name, capacity, io.direct, overwrite=tier.overwrite)
             close(region.close)
             self.regions.append(region)
             lock = PathLock(region.path)
             close(lock.close)
-            backend = create_backend(kind, threads=threads, block_size=block_size)
+            backend = create_backend(kind, threads=io.threads_to_use(), block_size=io.block_size)
             close(backend.close)
-            checksum = cipher or create_checksum(config.io.checksum, backend)
+            checksum = cipher or create_checksum(io.checksum, backend)
             queue = PathQueue(region, backend, self.recorder, path_lock=lock, checksum=checksum)
             close(queue.close)
             self.measured_paths.add(queue, place)

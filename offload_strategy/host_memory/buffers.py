@@ -61,7 +61,22 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        self._memory = map_private(self.nbytes)
+        flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+        try:  # on Windows, which has no flags, an anonymous mapping of the paging file
+            self._memory = mmap.mmap(-1, self.nbytes, **({"flags": flags} if flags else {}))
+        except OSError as error:
+            raise OffloadError(
+                f"could not map {format_size(self.nbytes)} of host memory: {error.strerror}. Lower "
+                f"memory.pinned, end other programs, or raise this process's limit (ulimit -v)."
+            ) from error
+        # Data-loader workers are forked; they have no use for these pages and must not copy them.
+        names = ["MADV_DONTFORK"]
+        if self.nbytes >= _HUGE_PAGE_BYTES:
+            names.append("MADV_HUGEPAGE")
+        for advice in [getattr(mmap, name) for name in names if hasattr(mmap, name)]:
+            with contextlib.suppress(OSError):  # kernels built without it
+                self._memory.madvise(advice)
+        _live.add(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pinned = pinned and register_host_memory(self.address, self.nbytes)
         if pinned and not self.pinned:
@@ -106,27 +121,6 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     exporter = (ctypes.c_char * part.numel()).from_address(part.data_ptr())
     cast(Any, exporter).owner = part  # its memory lives as long
     return torch.frombuffer(exporter, dtype=torch.uint8)
-
-
-def map_private(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone, of huge pages where they pay; or OffloadError."""
-    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    try:  # on Windows, which has no flags, an anonymous mapping of the paging file
-        memory = mmap.mmap(-1, nbytes, **({"flags": flags} if flags else {}))
-    except OSError as error:
-        raise OffloadError(
-            f"could not map {format_size(nbytes)} of host memory: {error.strerror}. Lower "
-            f"memory.pinned, end other programs, or raise this process's limit (ulimit -v)."
-        ) from error
-    # Data-loader workers are forked; they have no use for these pages and must not copy them.
-    names = ["MADV_DONTFORK"]
-    if nbytes >= _HUGE_PAGE_BYTES:
-        names.append("MADV_HUGEPAGE")
-    for advice in [getattr(mmap, name) for name in names if hasattr(mmap, name)]:
-        with contextlib.suppress(OSError):  # kernels built without it
-            memory.madvise(advice)
-    _live.add(memory)
-    return memory
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -17,35 +16,21 @@ from offload_strategy.torch_support import accelerator
 _OCCUPIED_V1, _OCCUPIED_V2 = ("total_rss ", "total_shmem "), ("anon ", "shmem ")
 
 
-class _MemoryCgroup(NamedTuple):
-    limit: int
-    folder: Path
-    occupied: tuple[str, ...]
-
-    def occupied_bytes(self) -> int:
-        """Bytes of all its processes, those of its children among them; 0 if nothing tells."""
-        with suppress(OSError, ValueError, IndexError):
-            lines = (self.folder / "memory.stat").read_text().splitlines()
-            return sum(int(line.split()[1]) for line in lines if line.startswith(self.occupied))
-        return 0
-
-
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that could be had now: of the machine's memory, and of what the cgroups allow."""
     own = int(psutil.Process().memory_info().rss)
     available = [int(psutil.virtual_memory().available)]
-    for cgroup in _memory_cgroups(root):
-        available.append(cgroup.limit - max(own, cgroup.occupied_bytes()))
+    available += [limit - max(own, occupied) for limit, occupied in _memory_cgroups(root)]
     return max(0, min(available))
 
 
 def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
     """Bytes that the memory cgroups of this process allow, or None if they are unlimited."""
-    return min((cgroup.limit for cgroup in _memory_cgroups(root)), default=None)
+    return min((limit for limit, _ in _memory_cgroups(root)), default=None)
 
 
-def _memory_cgroups(root: Path) -> Iterator[_MemoryCgroup]:
-    """The memory cgroups of this process that have a limit."""
+def _memory_cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of each memory cgroup of this process that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -67,7 +52,15 @@ def _memory_cgroups(root: Path) -> Iterator[_MemoryCgroup]:
             with suppress(OSError):
                 text = (place / file).read_text().strip()
                 if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
-                    yield _MemoryCgroup(int(text), place, occupied)
+                    yield int(text), _occupied_bytes(place, occupied)
+
+
+def _occupied_bytes(cgroup: Path, occupied: tuple[str, ...]) -> int:
+    """Bytes of all its processes, those of its children among them; 0 if nothing tells."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(occupied))
+    return 0
 
 
 class PeakMeter:

@@ -210,8 +210,7 @@ class BufferPool:
     def _idle_bytes(self) -> int:
         """Return the bytes of idle memory that `trim` can unmap."""
         self._collect()
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        return in_arena + self._idle_buffers_bytes()
+        return self._unused_bytes()
 
     def _lend_part(
         self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
@@ -265,8 +264,7 @@ class BufferPool:
         idle = self._held - self._lent - self._slabs.idle_bytes()
         if self._held <= held_at_most and idle <= idle_at_most:
             return
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        idle = in_arena + self._idle_buffers_bytes()
+        idle = self._unused_bytes()
         while self._idle and (self._held > held_at_most or idle > idle_at_most):
             size, buffers = next(iter(self._idle.items()))
             if buffers:
@@ -276,8 +274,9 @@ class BufferPool:
             else:
                 del self._idle[size]
         if self._arena is not None:
-            self._arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
+            self._arena.give_up(max(self._held - held_at_most, idle - idle_at_most))
         self._slabs.give_up(self._held - held_at_most)
 
-    def _idle_buffers_bytes(self) -> int:
-        return sum(size * len(buffers) for size, buffers in self._idle.items())
+    def _unused_bytes(self) -> int:
+        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+        return in_arena + sum(size * len(buffers) for size, buffers in self._idle.items())

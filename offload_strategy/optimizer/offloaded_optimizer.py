@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.optimizer.inner_guard import own_call
 from offload_strategy.optimizer.overlap.ahead_update import with_gradient
 from offload_strategy.optimizer.overlap.backward_overlap import (
     PREFETCHED_SUBGROUPS,
@@ -26,16 +27,11 @@ from offload_strategy.optimizer.overlap.overlap_modes import (
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
-from offload_strategy.optimizer.state_dicts import (
-    StateView,
-    load_wrapped,
-    replace_all_states,
-    unwrap_tensors,
-)
+from offload_strategy.optimizer.state_dicts import StateView, load_wrapped
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
+from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
+from offload_strategy.optimizer.updated_weights import WeightResidency
 from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
@@ -94,20 +90,19 @@ class OffloadedOptimizer(Optimizer):
         self._is_elementwise = cache(
             lambda index: is_elementwise(inner, inner.param_groups[index], precision)
         )
-        weights = UpdatedWeights(store, tiers, residency)
         self._updater = Updater(
-            inner, store, tiers, new_weight_tiers, precision, weights, self._is_elementwise
+            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "eager":
-            self._overlap = EagerUpdates(self._updater, is_last)
+            self._overlap = EagerUpdates(self._updater, is_last, self._is_planned)
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
-            self._overlap = CommittedUpdates(self._updater, is_last, retained)
+            self._overlap = CommittedUpdates(self._updater, is_last, self._is_planned, retained)
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -120,7 +115,9 @@ class OffloadedOptimizer(Optimizer):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    param_groups = of_inner("param_groups")  # frameworks replace them when they load
+    # Frameworks replace the groups when they load. Not left to `__getattr__`: from Python 3.12 on,
+    # `isinstance` with a runtime protocol, as Lightning has one, looks attributes up statically.
+    param_groups = of_inner("param_groups")
     defaults = of_inner("defaults")
 
     @property
@@ -270,7 +267,8 @@ class OffloadedOptimizer(Optimizer):
         try:
             # In the order of the groups, like the plain optimizer.
             own.update((p, states[p]) for p in self.parameters() if states.get(p))
-            return self.inner.state_dict()
+            with own_call(self.inner):
+                return self.inner.state_dict()
         finally:
             for parameter in states:
                 own.pop(parameter, None)
@@ -285,6 +283,14 @@ class OffloadedOptimizer(Optimizer):
         self._check_open()
         self._rank_shards.consolidate(self._current_subgroups(), to)
 
+    def give_states_back(self) -> None:
+        """Put the states into the inner optimizer, before this one is closed, for another engine.
+
+        As they are: `load_state_dict` would cast them to the dtypes of the weights.
+        """
+        states, parameters = self.state_dict()["state"], enumerate(self.parameters())
+        self.inner.state.update((p, states[i]) for i, p in parameters if i in states)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
         self._check_open()
@@ -294,7 +300,7 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         self._discard_updates()
         subgroups = self._current_subgroups()
-        replace_all_states(self.inner.state, self._rank_shards.own(subgroups), self._updater)
+        self._updater.replace_states(self.inner.state, self._rank_shards.own(subgroups))
         own = self.inner.state
         for parameter in self.parameters():
             if own.pop(parameter, None) and is_lazy(parameter):
@@ -336,7 +342,7 @@ class OffloadedOptimizer(Optimizer):
         if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
             self._assign_owners()
-            replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
+            self._updater.replace_states({}, self._rank_shards.others(self._subgroups))
         parameters = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < parameters:
             self._plan()
@@ -363,23 +369,28 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
+    def _is_planned(self) -> bool:
+        """Whether the groups have the parameters for which the subgroups were planned."""
+        groups = enumerate(self.inner.param_groups)
+        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
+        subgroups = self._subgroups
+        return wanted == {(s.group_index, id(e.parameter)) for s in subgroups for e in s.slices}
+
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
-        groups = enumerate(self.inner.param_groups)
-        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
-        if wanted == {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}:
+        if self._is_planned():
             return subgroups
         for ahead_update in () if self._overlap is None else self._overlap.finish():
             self._updater.drop(ahead_update)  # those of `eager` have been made
         self._discard_updates()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
-        replace_all_states({}, self._rank_shards.own(subgroups), self._updater)
+        self._updater.replace_states({}, self._rank_shards.own(subgroups))
         self._is_elementwise.cache_clear()
         subgroups.clear()
         self._plan()
-        replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
-        for gone in self._hooks.keys() - {key for _, key in wanted}:
+        self._updater.replace_states(states, self._rank_shards.own(subgroups))
+        for gone in self._hooks.keys() - set(map(id, self.parameters())):
             self._hooks.pop(gone).remove()
         self._register_hooks()
         return subgroups
@@ -387,7 +398,7 @@ class OffloadedOptimizer(Optimizer):
     def _discard_updates(self) -> None:
         """Drop what ran ahead of `step()`, and consolidated states, which are out of date."""
         if self._overlap is not None:
-            self._overlap.reset()
+            self._overlap.states_replaced()
         self._rank_shards.discard_consolidated()
 
     def stop_overlap(self) -> bool:
@@ -407,13 +418,18 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.set_subgroups([])
 
+    @property
+    def closed(self) -> bool:
+        """Whether its states are freed."""
+        return self._closed
+
     def close(self) -> None:
         """Remove all hooks from the parameters and free the states. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._unhook()
-        replace_all_states({}, self._rank_shards.own(self._subgroups), self._updater)
+        self._updater.replace_states({}, self._rank_shards.own(self._subgroups))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.optimizer.inner_guard import is_guard, own_call
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
-from offload_strategy.optimizer.states.precision import INNER, Precision
-from offload_strategy.optimizer.states.subgroups import State, Subgroup, flatten_wrappers, packable
+from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.states.subgroups import OpaqueTensor, State, Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class OpaqueTensor:
-    """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
-
-    It would move every tensor to its parameter's device and cast it to its dtype, all at once.
-    """
-
-    tensor: torch.Tensor
 
 
 def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
@@ -41,7 +30,8 @@ def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Pr
     for group in optimizer.param_groups:
         group["params"] = [stand_ins.get(weight, weight) for weight in group["params"]]
     try:
-        optimizer.load_state_dict(_wrapped(state_dict, optimizer))
+        with own_call(optimizer):
+            optimizer.load_state_dict(_wrapped(state_dict, optimizer))
     finally:
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
@@ -60,7 +50,7 @@ def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
     if (
         not isinstance(states, Mapping)
         or any(not method.__module__.startswith("torch.optim.") for method in loading)
-        or optimizer._optimizer_load_state_dict_pre_hooks
+        or not all(map(is_guard, optimizer._optimizer_load_state_dict_pre_hooks.values()))
         or optimizer._optimizer_load_state_dict_post_hooks
     ):
         return state_dict
@@ -74,43 +64,6 @@ def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
         for key, state in states.items()
     }
     return {**state_dict, "state": wrapped}
-
-
-def unwrap_tensors(state: State) -> State:
-    """The same state with its tensors."""
-    return {
-        name: value.tensor if isinstance(value, OpaqueTensor) else value
-        for name, value in state.items()
-    }
-
-
-def replace_all_states(
-    states: Mapping[torch.Tensor, State], subgroups: Sequence[Subgroup], updater: Updater
-) -> None:
-    """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
-    for subgroup in subgroups:
-        slice_states = [
-            _own_state(each, states.get(each.parameter, {}), updater.precision)
-            for each in subgroup.slices
-        ]
-        updater.replace_states(subgroup, slice_states)
-
-
-def _own_state(param_slice: ParameterSlice, given: State, precision: Precision) -> State:
-    """A slice's part of its parameter's state, flattened, in its device and compute dtypes."""
-    parameter = param_slice.parameter
-    state = flatten_wrappers(param_slice.slice_state(unwrap_tensors(given)))
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and not packable(value):
-            state[name] = value = value.clone()  # not a view of a memory-mapped file
-        if packable(value):
-            dtype = value.dtype
-            if isinstance(given.get(name), OpaqueTensor) and parameter.is_floating_point():
-                dtype = parameter.dtype  # as `Optimizer.load_state_dict` casts it
-            if precision.has_master(parameter) and INNER not in name:
-                dtype = precision.compute_dtype(dtype)
-            state[name] = value.to(parameter.device, dtype)
-    return state
 
 
 class StateView(MutableMapping[torch.Tensor, State]):
@@ -139,7 +92,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
             raise KeyError("this parameter does not belong to the optimizer")
         own = self._rank_shards.own(subgroups)
         states = {**self._rank_shards.copied_states(own), parameter: state}
-        replace_all_states(states, own, self._updater)
+        self._updater.replace_states(states, own)
 
     def _subgroups_of(self, parameter: torch.Tensor) -> list[Subgroup]:
         return [s for s in self._subgroups() if any(p.parameter is parameter for p in s.slices)]

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
+from offload_strategy.optimizer.inner_guard import note_stored
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
     StoredWeight,
@@ -33,8 +34,10 @@ from offload_strategy.optimizer.states.subgroups import (
     Subgroup,
     UnpackedStates,
     lay_out,
+    own_state,
+    views_of,
 )
-from offload_strategy.optimizer.updated_weights import UpdatedWeights
+from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
     rehearse,
@@ -59,7 +62,7 @@ class Updater:
         tiers: Sequence[Tier],
         new_weight_tiers: Sequence[Tier],
         precision: Precision,
-        weights: UpdatedWeights,
+        residency: WeightResidency | None,
         is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
@@ -68,9 +71,9 @@ class Updater:
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
-        self.weights = weights
-        self._residency = weights.residency
-        self.streams = UpdateStreams(enabled=not weights.streams)
+        self.weights = UpdatedWeights(store, tiers, residency)
+        self._residency = self.weights.residency
+        self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
@@ -83,8 +86,12 @@ class Updater:
         self.has_begun = False
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
-        """The parameter group of a subgroup, looked up again as loading a state replaces it."""
-        return self._optimizer.param_groups[subgroup.group_index]
+        """The parameter group of a subgroup, looked up again as loading a state replaces it.
+
+        An empty one, which is no update's, if it was deleted after backward.
+        """
+        groups, index = self._optimizer.param_groups, subgroup.group_index
+        return groups[index] if index < len(groups) else {}
 
     @contextmanager
     def _measured(self) -> Iterator[UpdateRecord]:
@@ -173,7 +180,7 @@ class Updater:
                     memory = [pool.count_waiting(torch.empty_like(weight)) for weight in rest]
                 if memory is None:
                     flat = self._store.borrow("optimizer", segments[-1].end, device)
-                    memory = [segment.view(flat) for segment in segments]
+                    memory = views_of(flat, segments)
                 others = iter(memory)
                 copies = [
                     self.weights.buffer_like(weight, device) if place in contents else next(others)
@@ -235,13 +242,16 @@ class Updater:
         ]
         with self._measured():
             with self._residency.resident([parameters[place] for place in places], changes=True):
-                if not ahead_update.is_unchanged(places):
+                unchanged = ahead_update.unchanged
+                if unchanged is None:
+                    unchanged = not places or bool(ahead_update.bits_match(places))
+                if not unchanged:
                     self.drop(ahead_update)
                     return False
                 new_weights, ahead_update.new_weights = ahead_update.new_weights, ()
                 if ahead_update.ticket is not None:
                     flat = self._store.take(ahead_update.ticket)
-                    new_weights = [segment.view(flat) for segment in ahead_update.segments]
+                    new_weights = views_of(flat, ahead_update.segments)
                 self.has_begun = True
                 copied = [place for place in places if place not in stored]
                 for place, new in zip(copied, new_weights, strict=True):
@@ -384,13 +394,18 @@ class Updater:
         return generator.manual_seed(subgroup.number << 32 | old.updates)
 
     # ------------------------------------------------------------------ states as a whole
-    def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
-        """Replace a subgroup's states by others in compute dtypes, one dict for each slice."""
-        # Where the optimizer counts its steps, a resumed run goes on with the same random numbers.
-        steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
-        done = max((int(step) for step in steps if step.numel() == 1), default=0)
-        unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), states)
-        self._set_states(subgroup, self._pack(subgroup, unpacked))
+    def replace_states(
+        self, states: Mapping[torch.Tensor, State], subgroups: Iterable[Subgroup]
+    ) -> None:
+        """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
+        for subgroup in subgroups:
+            given = [(each, states.get(each.parameter, {})) for each in subgroup.slices]
+            own = [own_state(each, state, self.precision) for each, state in given]
+            # Where the optimizer counts steps, a resumed run goes on with the same random numbers.
+            steps = [torch.as_tensor(state["step"]) for state in own if "step" in state]
+            done = max((int(step) for step in steps if step.numel() == 1), default=0)
+            unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), own)
+            self._set_states(subgroup, self._pack(subgroup, unpacked))
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
@@ -400,10 +415,12 @@ class Updater:
             yield from [held.small[each.slice_index][each.name] for each in held.stored]
         else:
             flat = self._store.get(ticket)
-            yield from [each.segment.view(flat) for each in subgroup.states.stored]
+            yield from views_of(flat, [each.segment for each in subgroup.states.stored])
             self._store.evict(ticket)
 
     def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new
+        if new.ticket is not None or any(new.small):
+            note_stored(self._optimizer)
         if old.ticket is not None:
             self._store.free(old.ticket)

@@ -242,9 +242,6 @@ class _Planner:
 
 
 # ---------------------------------------------------------------------- files
-_HOW = "Write one with `ssd-offload plan --profile FILE --write-plan FILE`."
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
     """What a plan file says about a saved tensor, by its number in the order of saving."""
@@ -284,4 +281,5 @@ def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
 
 def load_plan(file: Path) -> GivenPlan:
     """Read which tensors are offloaded; raise a ConfigError if the file is no plan."""
-    return load_json(file, GivenPlan, "a plan", _HOW)
+    how = "Write one with `ssd-offload plan --profile FILE --write-plan FILE`."
+    return load_json(file, GivenPlan, "a plan", how)

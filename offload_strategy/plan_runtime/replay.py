@@ -269,7 +269,6 @@ class _Replay:
                     self._count(-nbytes)
                 if tensor.wanted:
                     self._load(tensor)
-            self._retry()
 
         transfer = _Transfer(nbytes, True, gone)
         tensor.transfer, tensor.wanted = transfer, False
@@ -303,7 +302,6 @@ class _Replay:
         def back() -> None:
             self._delay_computing(self._profile.io_overhead * nbytes)
             tensor.transfer = None
-            self._retry()
 
         transfer = _Transfer(nbytes, False, back, takes=nbytes)
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
@@ -358,8 +356,6 @@ class _Replay:
         self._retry()
 
     def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
-        """Transfer the states of an update."""
-
         def moved() -> None:
             if write:
                 self._writing_updates -= 1
@@ -402,7 +398,7 @@ class _Replay:
         def over() -> None:
             lane.busy = False
             transfer.done()
-            self._serve(lane)
+            self._retry()
 
         self._at(seconds, over)
 

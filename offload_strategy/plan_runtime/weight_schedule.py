@@ -83,27 +83,23 @@ def weight_schedule(
     backward, or `step()` does their I/O.
     """
     rows: list[ScheduleRow] = []
-    here: list[str] = []  # blocks in memory or being read, the least recently used first
+    here: list[str] = []  # blocks in memory or being read
     before: BlockPass | None = None
     # The second round shows a step that is not the first.
     for place, block_pass in [*enumerate(passes)] * 2:
-        following = _following(passes, place, blocks_in_flight - 1)
-        ahead = [later for later in following if later.block not in here]
-        names = tuple(later.block for later in ahead)
-        read = sum(later.weights_bytes for later in ahead)
-        if block_pass.block not in here:  # it could not be prefetched
-            read += block_pass.weights_bytes
-        here = [*(name for name in here if name != block_pass.block), block_pass.block, *names]
-        wanted = {block_pass.block, *(later.block for later in following)}
-        rest = [name for name in here if name not in wanted]
-        gone = rest[: max(0, len(here) - max(blocks_in_flight, len(wanted)))]
-        here = [name for name in here if name not in gone]
+        wanted = [block_pass, *_following(passes, place, blocks_in_flight - 1)]
+        # The block that computes is among them if it could not be prefetched.
+        missing = [each for each in wanted if each.block not in here]
+        read = sum(each.weights_bytes for each in missing)
+        ahead = tuple(each.block for each in missing if each is not block_pass)
+        # These are as many as may be, or all that there are: nothing else stays.
+        here = [each.block for each in wanted]
         written, written_bytes = None, 0
         if updates:
             read += block_pass.states_bytes * block_pass.backward
             if before is not None and before.backward and before.trained_bytes:
                 written, written_bytes = before.block, before.trained_bytes + before.states_bytes
-        rows.append(ScheduleRow(block_pass, names, read, written, written_bytes))
+        rows.append(ScheduleRow(block_pass, ahead, read, written, written_bytes))
         before = block_pass
     return WeightSchedule(tuple(rows[len(passes) :]), learned)
 

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from typing import Any, cast
 
@@ -32,17 +32,6 @@ WEARS = {
 
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
 _MAKERS = ("nvidia", "tesla", "geforce", "samsung", "intel", "micron", "wd")
-#: The field that a key of hardware.yaml fills, and the factor of its figure.
-_FIGURES = {
-    "tflops": ("flops", 1e12),
-    "sustained_tflops": ("sustained_flops", 1e12),
-    "link_GBps": ("link", 1e9),
-    "measured_link_GBps": ("measured_link", 1e9),
-    "read_GBps": ("read", 1e9),
-    "write_GBps": ("write", 1e9),
-    "endurance_tbw": ("endurance_bytes", 1e12),
-}
-_SIZES = {"memory": "memory_bytes", "capacity": "capacity_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +44,7 @@ class Device:
     link: float  # Bytes per second between host and device in each direction
     sustained_flops: float | None = None  # Measured FLOP/s of a transformer block
     measured_link: float | None = None  # Measured bytes per second of pinned copies
-    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by field
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,7 @@ class Drive:
     capacity_bytes: int  # Capacity
     endurance_bytes: float | None = None  # Rated endurance over its life
     writes_per_day: int | None = None  # Bytes that may be written in a day, if there is a limit
-    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by key of hardware.yaml
+    sources: Mapping[str, str] = field(default_factory=dict)  # Of figures, by field
 
     def times(self, count: int) -> Drive:
         """Return so many of these drives, striped."""
@@ -127,24 +116,21 @@ def table(kind: str) -> dict[str, Any]:
     maker: Any = {"device": Device, "drive": Drive}[kind]
     text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
     data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    known = {each.name for each in fields(maker)}
     found: dict[str, Any] = {}
     for name, row in data[f"{kind}s"].items():
         names = map(str, (name, *row.pop("aliases")))
-        sources = {key: data["sources"][cell[1]] for key, cell in row.items()}
-        fields = _fields({key: cell[0] for key, cell in row.items()})
-        found |= dict.fromkeys(map(_key, names), maker(name, **fields, sources=sources))
+        values = {key: value for key, (value, _) in row.items()}
+        sources = {key: data["sources"][source] for key, (_, source) in row.items()}
+        # Other keys, such as measured_read, only document. FLOP/s are no bytes, but a number
+        # without a unit, which `parse_size` reads as it is.
+        figures = {key: parse_size(values[key]) for key in values if key in known}
+        if "drive_writes_per_day" in values:
+            days = values["rated_years"] * DAYS_PER_YEAR
+            written = values["drive_writes_per_day"] * figures["capacity_bytes"]
+            figures["endurance_bytes"] = written * days
+        found |= dict.fromkeys(map(_key, names), maker(name, **figures, sources=sources))
     return found
-
-
-def _fields(cells: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        name: float(cells[key]) * factor for key, (name, factor) in _FIGURES.items() if key in cells
-    }
-    fields |= {name: parse_size(cells[key]) for key, name in _SIZES.items() if key in cells}
-    if "drive_writes_per_day" in cells:
-        days = float(cells["rated_years"]) * DAYS_PER_YEAR
-        fields["endurance_bytes"] = cells["drive_writes_per_day"] * fields["capacity_bytes"] * days
-    return fields
 
 
 def _key(name: str) -> str:

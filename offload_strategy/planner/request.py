@@ -57,8 +57,6 @@ _PROCESS_BYTES = 2 * GiB
 MEMORY_SHARE = 0.95
 #: Share that the plan of a run keeps to (`planning.device_memory`): it knows what there really is.
 LIMIT_SHARE = 0.96
-_TERA = 1e12
-_GB = 1e9
 #: The device whose sustained share of its peak is assumed for devices without a measurement.
 _YARDSTICK = "a100-80g-pcie"
 
@@ -72,8 +70,7 @@ class Request:
     device: Device
     drives: Drive  # Of each machine
     host_memory_bytes: int  # Of each machine
-    # FLOP/s of the device; None for the figure of the hardware table
-    sustained_flops: float | None = None
+    sustained_flops: float | None = None  # FLOP/s; None for the figure of the hardware table
     devices: int = 1  # Of each machine
     machines: int = 1
     # Bytes per second between the devices of a machine, in each direction; None for the link, which
@@ -102,11 +99,6 @@ class Request:
     def ranks(self) -> int:
         """How many processes train together, one for each device."""
         return self.machines * self.devices
-
-    @property
-    def shares_link(self) -> bool:
-        """Whether collectives of the devices of a machine go over their links to the host."""
-        return self.devices > 1 and self.interconnect is None
 
     @property
     def rates(self) -> Rates:
@@ -144,15 +136,15 @@ class Request:
         if self.sustained_flops is not None:
             measured = "given"
         elif device.sustained_flops is not None:
-            measured = sources["sustained_tflops"]
+            measured = sources["sustained_flops"]
         else:
             share = f"{_sustained_share():.0%} of its peak, the share that {_YARDSTICK} sustains"
-            measured = f"{share}; {sources['tflops']}"
-        link = sources["measured_link_GBps" if device.measured_link else "link_GBps"]
+            measured = f"{share}; {sources['flops']}"
+        link = sources["measured_link" if device.measured_link else "link"]
         return [
             *self._ranks_assumptions(),
-            f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",
-            f"link: {self.rates.link / _GB:.0f} GB/s in each direction ({link})",
+            f"device: {self.flops / 1e12:.0f} TFLOPS in a transformer block ({measured})",
+            f"link: {self.rates.link / 1e9:.0f} GB/s in each direction ({link})",
             _drives_assumption(self.drives, duplex=False),
             "everything overlaps as well as it can; measured steps are longer",
             f"states of {' or '.join(str(STATE_BYTES[dtype]) for dtype in state_dtypes)} bytes a "
@@ -171,16 +163,16 @@ class Request:
         )
         way = "between devices over the link, which is busy with both"
         if self.interconnect is not None:
-            way = f"{self.interconnect / _GB:.3g} GB/s between devices"
-        network = f"{(self.network or 0) / _GB:.3g} GB/s of each machine's network"
+            way = f"{self.interconnect / 1e9:.3g} GB/s between devices"
+        network = f"{(self.network or 0) / 1e9:.3g} GB/s of each machine's network"
         ways = [way] * (self.devices > 1) + [network] * (self.machines > 1)
         yield f"collectives: {', '.join(ways)}; in rings, whose latency does not count"
 
 
 def _drives_assumption(drives: Drive, *, duplex: bool) -> str:
     when = "both at once" if duplex else "one at a time"
-    source = f" ({drives.sources['read_GBps']})" if "read_GBps" in drives.sources else ""
-    read, write = drives.read / _GB, drives.write / _GB
+    source = f" ({drives.sources['read']})" if "read" in drives.sources else ""
+    read, write = drives.read / 1e9, drives.write / 1e9
     return f"drives: {read:.3g} GB/s read, {write:.3g} GB/s written, {when}{source}"
 
 
@@ -200,8 +192,7 @@ class Cores:
     process_bytes: int  # Bytes of a training process without the model and what belongs to it
     # Seconds of a forward and a backward pass for each parameter of a layer, besides the FLOP
     pass_seconds: float = 0.0
-    # Seconds of computation that are lost for each byte that a path moves
-    io_overhead: float = IO_OVERHEAD
+    io_overhead: float = IO_OVERHEAD  # Seconds of computation lost for each byte that moves
     sources: Mapping[str, str] = field(default_factory=dict)  # Where the figures are from, by field
 
     def __post_init__(self) -> None:
@@ -229,13 +220,12 @@ class CpuRequest:
     devices: ClassVar[int] = 1
     machines: ClassVar[int] = 1
     ranks: ClassVar[int] = 1
-    shares_link: ClassVar[bool] = False
+    interconnect: ClassVar[None] = None
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
     drives: Drive  # The drives
     memory_bytes: int  # Memory that the process may take
-    # Whether a drive reads and writes at its rates at the same time, not one after the other
-    duplex: bool = False
+    duplex: bool = False  # Whether a drive reads and writes at its rates at the same time
 
     def __post_init__(self) -> None:
         require_positive(self, "", "memory_bytes")
@@ -262,14 +252,14 @@ class CpuRequest:
         cores = self.cores
         of = defaultdict(str, {name: f" ({source})" for name, source in cores.sources.items()})
         return [
-            f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
-            f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass{of['flops']}",
-            f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
-            f"{of['update_rate']}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
+            f"cores: {cores.flops / 1e9:.3g} GFLOPS in float32 in a transformer layer, and "
+            f"{cores.pass_seconds * 1e9:.2g} s for each billion parameters a pass{of['flops']}",
+            f"updates: {cores.update_rate / 1e9:.2g} billion parameters in a second"
+            f"{of['update_rate']}; copies within memory: {cores.copy_rate / 1e9:.3g} GB/s"
             f"{of['copy_rate']}",
             _drives_assumption(self.drives, duplex=self.duplex),
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
-            f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
+            f"computation loses {cores.io_overhead * 1e9:.3g} s for each GB of I/O"
             f"{of['io_overhead']}",
             "everything overlaps as well as it can, except updates and computation, which share "
             "the cores; measured steps are longer",

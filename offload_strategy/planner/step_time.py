@@ -101,14 +101,11 @@ class Rates:
 
     read: float  # Read rate of all paths together
     write: float  # Write rate of all paths together
-    # Rate between host and device in each direction; infinite if the model trains on the CPU
-    link: float = math.inf
-    # Seconds of computation that are lost for each byte that a path moves, on the cores that train
-    io_overhead: float = 0.0
+    link: float = math.inf  # Between host and device in each direction; infinite on the CPU
+    io_overhead: float = 0.0  # Seconds of computation lost for each byte that a path moves
     # Whether a path reads and writes at its rates at the same time; otherwise both share its time
     duplex: bool = False
-    # Rate of collectives: what each rank sends and receives; infinite if there is one rank
-    collectives: float = math.inf
+    collectives: float = math.inf  # What each rank sends and receives; infinite for one rank
 
     def stage(self, name: str, load: StageLoad, times: int = 1) -> Stage:
         """Return the stage that a load makes."""

@@ -27,15 +27,13 @@ class TransformerShape:
     heads: int  # Of attention
     vocabulary: int  # Tokens
     kv_heads: int | None = None  # Of keys and values; None for as many as `heads`
-    # Width between the two products of the feed-forward part; None for 4 x hidden
-    feed_forward: int | None = None
+    feed_forward: int | None = None  # Width within the feed-forward part; None for 4 x hidden
     gated: bool = False  # Whether a third product gates it (SwiGLU)
     tied: bool = True  # Whether embedding and head are one matrix
     # Longest sequence, if it is known; "gpt" and "bert" have learned positions for it
     max_positions: int = 0
     head_size: int | None = None  # None for hidden / heads
-    # Whether queries, keys and values have biases though the kind has none (Qwen2)
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # Of queries, keys and values, though the kind has none (Qwen2)
     decoder_layers: int = 0  # How many of `layers` also attend to an encoder ("t5")
 
     def __post_init__(self) -> None:

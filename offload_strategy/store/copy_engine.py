@@ -8,11 +8,17 @@ device may be far behind; the allocator gives the memory to what the compute str
 the other direction memory is allocated on the compute stream, and the incoming copy waits until
 the device has reached the point at which the host asked for it. So neither direction needs more
 device memory than these windows, however far the host is ahead, and the host waits for nothing.
+
+[Note: many small tensors]
+To launch a copy takes the host longer than a small tensor needs to cross the link. So many that lie
+together in a buffer of the host cross it in one copy, through a staging buffer on the device, where
+one kernel distributes or gathers them. All of that happens on the stream of the copies, in order.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
+from offload_strategy.io.bandwidth.estimator import RecentRate
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.ticket import CopyOut, DeviceCopy, Entry, TicketState
 from offload_strategy.torch_support.accelerator import (
@@ -29,13 +36,16 @@ from offload_strategy.torch_support.accelerator import (
     is_asynchronous,
     using_stream,
 )
-from offload_strategy.units import MiB
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
-#: By how much what is known of the rate of copies counts less after each further copy.
-_DECAY = 0.9
+#: Tensors that are many, the largest staging buffer for them, and by how much more they may lie
+#: apart than they are large together.
+_MANY = 8
+_STAGING_BYTES = 8 * MiB
+_MOST_SPREAD = 1.25
 
 
 class CopyEngine:
@@ -46,19 +56,20 @@ class CopyEngine:
         self.asynchronous = is_asynchronous(device)
         self._lock = threading.Lock()
         self._largest = 0
-        # Of the latest copies to the host.
-        self._copied_bytes = self._copying_seconds = 0.0
+        #: Of the latest copies to the host, by the device's clock.
+        self.outgoing = RecentRate()
         # Copies whose sources are still referenced, by compute stream: only that stream can wait
         # for them before the memory is used again. Then those whose host buffers are to be kept.
         self._windows: dict[int, ReleaseWindow[CopyOut]] = {}
         self._released: deque[CopyOut] = deque()
         # Copies to the device, the event at their end, and the buffers that they read.
-        self._loads: deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]
-        self._loads = deque()
+        self._loads = deque[tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]]()
         # Waits for events, in order.
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         # The streams of copies out and in, by compute stream.
         self._streams: dict[int, tuple[torch.Stream, torch.Stream]] = {}
+        # Owns the memory that paths fill: nothing ever runs on it. Made at its first use.
+        self._of_paths: torch.Stream | None = None
 
     def _copying(self, compute: torch.Stream) -> tuple[torch.Stream, torch.Stream]:
         """Return the streams of copies out and in for a compute stream.
@@ -76,14 +87,18 @@ class CopyEngine:
         self,
         entries: Sequence[Entry],
         sources: Sequence[torch.Tensor],
-        hosts: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
         compute: torch.Stream | None,
         after: torch.Event | None = None,
     ) -> None:
-        """Start to copy entries' sources to host buffers; `copied` is set if that takes time.
+        """Start to copy entries' flat sources to a host buffer, each to whole pages of its own.
 
-        If others are copied into the buffers, it starts `after` the end of that.
+        `copied` is set if that takes time. If others are copied into the buffer, it starts `after`
+        the end of that.
         """
+        hosts = _parts_of(buffer, entries)
+        for entry, host in zip(entries, hosts, strict=True):
+            entry.payload = host
         if not self.asynchronous:
             for entry, host, source in zip(entries, hosts, sources, strict=True):
                 host.copy_(source)
@@ -98,8 +113,7 @@ class CopyEngine:
         done = torch.Event(self.device, enable_timing=True, blocking=True)
         with using_stream(outgoing):
             begun.record(outgoing)
-            for host, source in zip(hosts, sources, strict=True):
-                host.copy_(source, non_blocking=True)
+            _copy_together(sources, hosts, to_host=True)
             done.record(outgoing)
         for source in sources:
             # Where another stream allocated the memory, that must not use it again too early.
@@ -118,11 +132,6 @@ class CopyEngine:
         """Bytes whose copies may be under way before the compute stream waits for the first."""
         return max(_WINDOW_BYTES, 2 * self._largest)
 
-    @property
-    def outgoing_rate(self) -> float | None:
-        """Bytes per second of the latest copies to the host by the device's clock, if known."""
-        return self._copied_bytes / self._copying_seconds if self._copying_seconds else None
-
     def _window(self) -> ReleaseWindow[CopyOut] | None:
         """Return the window of this thread's stream, if anything was copied from there."""
         return self._windows.get(current_stream(self.device).stream_id) if self._windows else None
@@ -136,6 +145,13 @@ class CopyEngine:
         if (window := self._window()) is not None:
             with self._lock:
                 self._drop_sources(window.release(at_most))
+
+    def release_source(self, entry: Entry) -> None:
+        """Let the stream that computed a source wait for its copy: somebody frees the memory."""
+        with self._lock:
+            for window in self._windows.values():
+                if any(entry in copy.entries for copy in window):
+                    self._drop_sources(window.release())
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
@@ -152,9 +168,7 @@ class CopyEngine:
             while self._released and self._released[0].done.query():
                 copy = self._released.popleft()
                 nbytes = sum(entry.nbytes for entry in copy.entries)
-                self._copied_bytes = _DECAY * self._copied_bytes + nbytes
-                seconds = elapsed_seconds(copy.begun, copy.done)
-                self._copying_seconds = _DECAY * self._copying_seconds + seconds
+                self.outgoing.add(nbytes, elapsed_seconds(copy.begun, copy.done))
                 for entry in copy.entries:
                     entry.copied = None
 
@@ -218,16 +232,17 @@ class CopyEngine:
         self, hosts: Sequence[torch.Tensor], after: Sequence[torch.Event | None]
     ) -> list[DeviceCopy]:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
-        compute, sizes = current_stream(self.device), [host.numel() for host in hosts]
-        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        compute = current_stream(self.device)
+        tensors = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts
+        ]
         _, incoming = self._copying(compute)
         incoming.wait_event(compute.record_event())
         for event in filter(None, dict.fromkeys(after)):
             incoming.wait_event(event)
         done = torch.Event(self.device)
         with using_stream(incoming):
-            for tensor, host in zip(tensors, hosts, strict=True):
-                tensor.copy_(host, non_blocking=True)
+            _copy_together(tensors, hosts, to_host=False)
             done.record(incoming)
         awaited_by: set[int] = set()
         copies = [DeviceCopy(each, done, compute.stream_id, awaited_by) for each in tensors]
@@ -235,6 +250,13 @@ class CopyEngine:
             # The incoming stream writes the memory until then, whoever drops the copies.
             self._loads.append((done, copies, hosts))
         return copies
+
+    def keep(self, sources: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Keep the sources of copies to the host for the next use, whatever frees the windows."""
+        compute = current_stream(self.device)
+        now, stream = compute.record_event(), compute.stream_id
+        for entry, source in sources:
+            entry.staged = DeviceCopy(source, now, stream, {stream})
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
@@ -252,8 +274,10 @@ class CopyEngine:
 
     def incoming(self, nbytes: int) -> torch.Tensor:
         """Return device memory for a path that fills it directly; its user records its stream."""
-        _, incoming = self._copying(current_stream(self.device))
-        with using_stream(incoming):
+        # A path waits for no stream. What the stream of the copies has freed, it may still use.
+        if self._of_paths is None:
+            self._of_paths = torch.Stream(self.device)
+        with using_stream(self._of_paths):
             # `torch.empty` fills it where algorithms are to be deterministic, and no stream orders
             # that before the bytes of the path.
             memory = torch.UntypedStorage(nbytes, device=self.device)
@@ -276,6 +300,69 @@ class CopyEngine:
             self._released.clear()
             self._windows.clear()
             self._loads.clear()
+
+
+def sizes_in_buffer(entries: Sequence[Entry]) -> list[int]:
+    """Return the bytes of entries in a buffer: whole pages for each of several."""
+    if len(entries) == 1:
+        return [entries[0].nbytes]
+    return [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
+
+
+def _parts_of(buffer: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """Divide a buffer among entries."""
+    if len(entries) == 1:
+        return [buffer]
+    sizes = sizes_in_buffer(entries)
+    parts = zip(buffer.split(sizes), sizes, entries, strict=True)
+    return [p if e.nbytes == size else p[: e.nbytes] for p, size, e in parts]
+
+
+# ---------------------------------------------------------------------- many small tensors
+def _copy_together(
+    tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor], *, to_host: bool
+) -> None:
+    """Copy flat tensors of a device to the host, or from there, on the current stream."""
+    pairs = zip(tensors, hosts, strict=True)
+    for _, group in itertools.groupby(pairs, lambda pair: pair[1].untyped_storage()._cdata):
+        mine, others = zip(*group, strict=True)
+        whole = _range_of(others)
+        staging = None if whole is None else _staging(whole.numel(), mine[0].device)
+        if whole is None or staging is None:
+            for tensor, host in zip(mine, others, strict=True):
+                target, source = (host, tensor) if to_host else (tensor, host)
+                target.copy_(source, non_blocking=True)
+            continue
+        first = whole.storage_offset()
+        parts = [staging.narrow(0, h.storage_offset() - first, h.numel()) for h in others]
+        if to_host:
+            torch._foreach_copy_(parts, mine)
+            whole.copy_(staging, non_blocking=True)
+        else:
+            staging.copy_(whole, non_blocking=True)
+            torch._foreach_copy_(mine, parts)
+
+
+def _range_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return what of their buffer covers hosts, if they are many and lie together."""
+    if len(hosts) < _MANY:
+        return None
+    sizes, begins = [host.numel() for host in hosts], [host.storage_offset() for host in hosts]
+    first = min(begins)
+    nbytes = max(map(operator.add, begins, sizes)) - first
+    if nbytes > min(_STAGING_BYTES, _MOST_SPREAD * sum(sizes)):
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+    whole.set_(hosts[0].untyped_storage(), first, (nbytes,), (1,))
+    return whole
+
+
+def _staging(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return a buffer of the current stream, or None if the device has no memory for it."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class CopyEngines(dict[torch.device, CopyEngine]):

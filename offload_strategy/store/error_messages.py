@@ -28,15 +28,13 @@ def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
         for tier in tiers
     )
     shortages = {region.shortage for tier in tiers for region in tier.regions if region.shortage}
-    advice = "Raise a tier's capacity, add a tier, or"
+    advice = "Raise a tier's capacity"
     if shortages:
-        advice = (
-            f"{'; '.join(sorted(shortages))}. Others have filled the disk since the start: free "
-            f"some space there, add a tier, or"
-        )
+        others = "Others have filled the disk since the start: free some space there"
+        advice = f"{'; '.join(sorted(shortages))}. {others}"
     return TierFullError(
-        f"no tier has room for {format_size(nbytes)} of {client} ({usage}). {advice} offload less "
-        f"(activations.budget, a smaller batch)."
+        f"no tier has room for {format_size(nbytes)} of {client} ({usage}). {advice}, add a tier, "
+        f"or offload less (activations.budget, a smaller batch)."
     )
 
 

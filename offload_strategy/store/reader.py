@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from timeit import default_timer as perf_counter
@@ -91,16 +92,23 @@ class Reader(StorePart):
     def stage(self, entries: Sequence[Entry]) -> bool:
         """See `TensorStore.stage`."""
         ready: list[tuple[Entry, torch.Tensor]] = []
+        kept: list[tuple[Entry, torch.Tensor]] = []
         all_there = True
         self.registry.check_process()
         with self.registry.lock:
             for entry in entries:
-                there = entry.source is None and entry.state is not TicketState.LOADING
-                payload = entry.payload if there and entry.is_in_host_memory else None
-                if payload is None:
-                    all_there = all_there and entry.staged is not None
-                elif entry.staged is None:
+                if entry.staged is not None:
+                    continue
+                payload, source = entry.payload, entry.source
+                if source is not None:
+                    kept.append((entry, source))
+                elif entry.is_in_host_memory and entry.state is not TicketState.LOADING:
+                    assert payload is not None
                     ready.append((entry, payload))
+                else:
+                    all_there = False
+        for device, sources in itertools.groupby(kept, lambda pair: pair[0].device):
+            self.copies[device].keep(list(sources))
         while ready:
             device, nbytes, count = ready[0][0].device, 0, 0
             while count < len(ready) and nbytes < _TOGETHER and ready[count][0].device == device:

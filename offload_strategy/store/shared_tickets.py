@@ -130,14 +130,10 @@ class SharedFiles:
         return SharedTicket(entry.begin, entry.nbytes, tuple(stripes)) if stripes else None
 
     def adopt(
-        self,
-        identities: Sequence[FileIdentity],
-        shared: SharedTicket,
-        client: str,
-        device: torch.device,
+        self, identities: Sequence[FileIdentity], shared: SharedTicket, device: torch.device
     ) -> Ticket:
-        """Return a ticket for bytes in opened files of another process."""
+        """Return a ticket for bytes of a weight in opened files of another process."""
         stripes = [
             Stripe(self._queues[identities[each.file]], *each[1:]) for each in shared.stripes
         ]
-        return self._store.adopt_stripes(stripes, shared.begin, shared.nbytes, client, device)
+        return self._store.adopt_stripes(stripes, shared.begin, shared.nbytes, "parameters", device)

@@ -129,16 +129,11 @@ class TensorStore:
         return self.adopt_stripes(stripes, begin, nbytes, client, device)
 
     def adopt_stripes(
-        self,
-        stripes: Sequence[Stripe],
-        begin: int,
-        nbytes: int,
-        client: str,
-        device: torch.device = _CPU,
+        self, stripes: Sequence[Stripe], begin: int, nbytes: int, client: str, device: torch.device
     ) -> Ticket:
         """Return a ticket for `nbytes` of stripes of existing files, from `begin` on."""
         self._check_usable()
-        entry = Entry(client, nbytes, device, None)
+        entry = Entry(client, nbytes, device)
         if nbytes:
             entry.stripes, entry.begin, entry.state = stripes, begin, TicketState.STORED
         else:
@@ -190,7 +185,8 @@ class TensorStore:
             with self._registry.lock:
                 staged, entry.staged = entry.staged, None
             if staged is not None:
-                return self.copies[entry.device].adopt(staged), False
+                shared = staged.tensor is entry.source
+                return self.copies[entry.device].adopt(staged), shared
         return self._reader.on_device(entry, self._reader.payload(entry))
 
     def private(self, ticket: Ticket) -> torch.Tensor:
@@ -234,6 +230,25 @@ class TensorStore:
         with self._registry.lock:
             if ticket.entry.is_copy:
                 self._registry.stored(ticket.entry)
+
+    def let_go(self, ticket: Ticket, storage: torch.UntypedStorage) -> None:
+        """Read a ticket's bytes in the memory of a storage no more: that is about to be freed."""
+        entry, registry = ticket.entry, self._registry
+        if entry.source is not None:
+            self.copies[entry.device].release_source(entry)
+
+        def is_read() -> bool:
+            payload = entry.payload
+            return payload is not None and payload.untyped_storage()._cdata == storage._cdata
+
+        with registry.lock:
+            move = entry.move if entry.state is TicketState.WRITING and is_read() else None
+        if move is not None:
+            self._reader.wait(entry, move)
+        with registry.lock:
+            # What is in a host tier may be written at any time.
+            if entry.may_leave and entry.payload is not None and is_read():
+                entry.payload = entry.payload.clone()
 
     def free(self, ticket: Ticket, *, keeps_buffer: bool = False) -> None:
         """Free a ticket in any state.

@@ -18,6 +18,7 @@ A ticket is written once, read any number of times, then freed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +35,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(eq=False, slots=True)
 class DeviceCopy:
-    """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
+    """Bytes on a device, or on their way there: a flat uint8 tensor, or what was put.
+
+    The tensor is None once adopted.
+    """
 
     tensor: torch.Tensor | None
     #: The end of this copy and of those that were launched with it.
@@ -90,13 +94,13 @@ class Entry:
     client: str
     nbytes: int
     device: torch.device
-    #: None for a range of a foreign file, and for a ticket of no bytes.
-    tier: Tier | None
     next_use: float | None = None
     #: Whether what lies around the payload in its pages may be written along.
     whole_pages: bool = False
     #: See `Move`.
     one_block_at_a_time: bool = False
+    #: None for a range of a foreign file, and for a ticket of no bytes.
+    tier: Tier | None = None
     #: Where it may go when it has to leave a host tier.
     lower: Sequence[Tier] = ()
     state: TicketState = TicketState.IN_MEMORY
@@ -118,7 +122,7 @@ class Entry:
     #: The host buffer of a freed ticket, for the one that replaces it.
     buffer: torch.Tensor | None = None
     #: Under which the registry knows the ticket.
-    reference: int = 0
+    reference: weakref.ref[Ticket] | None = None
 
     @property
     def is_in_host_memory(self) -> bool:

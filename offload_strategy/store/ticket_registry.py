@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from timeit import default_timer as perf_counter
 
@@ -32,8 +31,6 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
-POLL_SECONDS = 0.001
-
 
 class TicketRegistry:
     """All tickets of a store that are not freed. `lock` guards every entry."""
@@ -46,10 +43,10 @@ class TicketRegistry:
         self.moving: set[Entry] = set()
         self.writing_bytes = 0
         self.writing_bytes_of: Counter[str] = Counter()
-        #: How often bytes left memory, or a load failed, without the ticket's owner.
+        #: How often bytes left memory, or a load failed, without a call of their owner.
         self.lost_copies = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
-        self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
+        self._tickets: dict[weakref.ref[Ticket], Entry] = {}
         # Entries with a copy in memory and on their paths, in the order of loading.
         self._copies: dict[Entry, None] = {}
         # Memory of tickets that were written; see `release_written`.
@@ -65,9 +62,8 @@ class TicketRegistry:
         """Return the ticket of an entry, which is freed when the ticket is dropped."""
         ticket = Ticket(entry)
         # See [Note: no Python code in finalizers].
-        reference = weakref.ref(ticket, self._dropped.append)
-        self._tickets[id(reference)] = (reference, entry)
-        entry.reference = id(reference)
+        entry.reference = weakref.ref(ticket, self._dropped.append)
+        self._tickets[entry.reference] = entry
         return ticket
 
     # ------------------------------------------------------------------ with the lock held
@@ -129,14 +125,15 @@ class TicketRegistry:
             with self.lock:
                 move = self._mark_freed(entry)
                 # Without its weak reference, dropping the ticket has no effect.
-                self._tickets.pop(entry.reference, None)
-                entry.reference = 0  # the number may be reused
+                if entry.reference is not None:
+                    self._tickets.pop(entry.reference, None)
+                    entry.reference = None
             if move is not None:
                 move.cancel()
 
     def pause(self) -> None:
         """Let writes end."""
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.001)
         self.release_written()
 
     def release_written(self) -> None:
@@ -149,23 +146,20 @@ class TicketRegistry:
             return
         with UninterruptedSection():
             while self._dropped and self.lock.acquire(blocking=False):
+                moves: list[Move | None] = []
                 try:
-                    doomed = [self._mark_freed(entry) for entry in self._take_dropped()]
+                    while self._dropped:
+                        if entry := self._tickets.pop(self._dropped.popleft(), None):
+                            moves.append(self._mark_freed(entry))
                 finally:
                     self.lock.release()
-                for move in filter(None, doomed):
+                for move in filter(None, moves):
                     move.cancel()
 
     def forget(self, entry: Entry) -> None:
         """Release the space of a freed entry without a transfer in flight; with the lock held."""
         if entry.tier is not None:
             entry.tier.release(entry)
-
-    def _take_dropped(self) -> Iterator[Entry]:
-        while self._dropped:
-            known = self._tickets.pop(id(self._dropped.popleft()), None)
-            if known is not None:
-                yield known[1]
 
     def _mark_freed(self, entry: Entry) -> Move | None:
         """Mark an entry as freed; return the transfer that must be cancelled first, or None."""
@@ -206,7 +200,7 @@ class StorePart:
                 continue
             if not self.registry.writing_bytes:
                 break
-            time.sleep(POLL_SECONDS)
+            self.registry.pause()
         self.recorder.stalled(client, begin)
         return self.allocate_now(nbytes, pinned=pinned) if buffer is None else buffer
 

@@ -149,15 +149,14 @@ class PathTier(Tier):
                     live = [self._live[queue] for queue in open_queues]
                     parts = deal(nbytes - begin, live, _weights(open_queues))
                     # A part with an odd size comes last, so that all parts begin page-aligned.
-                    dealt = list(zip(open_queues, parts, strict=True))
+                    dealt = [pair for pair in zip(open_queues, parts, strict=True) if pair[1]]
                     for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
-                        stripe = self._claim_on(queue, begin, part, lead) if part else None
-                        if stripe is not None:
-                            stripes.append(stripe)
-                            begin += part
-                        elif part:
+                        stripe = self._claim_on(queue, begin, part, lead)
+                        if stripe is None:
                             open_queues.remove(queue)
                             break  # the rest is dealt anew, so that its odd part comes last again
+                        stripes.append(stripe)
+                        begin += part
             except BaseException:  # a path failed while its file grew
                 self._free(stripes)
                 raise
@@ -223,13 +222,11 @@ def deal(nbytes: int, live: Sequence[int], weights: Sequence[float]) -> list[int
         lightest = min(range(len(live)), key=lambda i: (live[i] + nbytes) / weights[i])
         return [nbytes if i == lightest else 0 for i in range(len(live))]
     # Water filling: raise the level live/weight of the lowest paths until the ticket is used up.
+    # For fewer paths than lie below it the level would be higher, and for more of them, too.
     order = sorted(range(len(live)), key=lambda i: live[i] / weights[i])
-    level = 0.0
-    for count in range(1, len(order) + 1):
-        filled = order[:count]
-        level = (nbytes + sum(live[i] for i in filled)) / sum(weights[i] for i in filled)
-        if count == len(order) or level <= live[order[count]] / weights[order[count]]:
-            break
+    held = itertools.accumulate(live[i] for i in order)
+    width = itertools.accumulate(weights[i] for i in order)
+    level = min((nbytes + below) / wide for below, wide in zip(held, width, strict=True))
     wanted = [max(0.0, level * weights[i] - live[i]) for i in range(len(live))]
     parts = [int(want // STRIPE_UNIT) * STRIPE_UNIT for want in wanted]
     # What rounding left goes to those who lost most by it.

@@ -13,11 +13,12 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
+from offload_strategy.store.copy_engine import sizes_in_buffer
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
 from offload_strategy.store.ticket_registry import StorePart
 from offload_strategy.store.tiers import MemoryTier, PathTier
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES, KiB, round_up
+from offload_strategy.units import PAGE_BYTES, KiB
 
 #: For smaller payloads a copy costs less than another page on the disk.
 _WORTH_BYTES = 64 * KiB
@@ -73,16 +74,20 @@ class Writer(StorePart):
         begun, device = 0, payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
-                entry = Entry(client, payload.nbytes, device, None, next_use, *hints)
+                entry = Entry(client, payload.nbytes, device, next_use, *hints, payload=payload)
                 entries.append(entry)
-                self._claim(entry, payload, tiers, replaced, compute)
-                if entry.source is not None:
-                    leaving.append(entry)
-                elif not leaving:
+                tier = self._claim(entry, payload, tiers, replaced) if entry.nbytes else None
+                if tier is not None and not payload.is_cpu:
+                    if tier.device_memory:
+                        entry.copied = self.copies[device].ready(compute)
+                    elif not tier.is_own_device:
+                        entry.source = payload
+                        leaving.append(entry)
+                if not leaving:
                     self._begin(entries[begun:])
                     begun += 1
             if leaving:
-                self._copy_out(client, leaving, compute, replaced)
+                self._copy_out(leaving, compute, replaced)
                 self._begin(entries[begun:])
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
             for entry in entries[:begun]:
@@ -94,63 +99,39 @@ class Writer(StorePart):
         return entries
 
     def _claim(
-        self,
-        entry: Entry,
-        payload: torch.Tensor,
-        tiers: Sequence[Tier],
-        replaced: Entry | None,
-        compute: torch.Stream | None,
-    ) -> None:
-        """Reserve room on a tier; `source` is set if the bytes must be copied to host memory."""
-        entry.payload, on_device = payload, not payload.is_cpu
-        for position, tier in enumerate(tiers if entry.nbytes else ()):
+        self, entry: Entry, payload: torch.Tensor, tiers: Sequence[Tier], replaced: Entry | None
+    ) -> Tier:
+        """Reserve room on the first tier that has some, which is returned."""
+        for position, tier in enumerate(tiers):
             if isinstance(tier, MemoryTier):
                 # A device has no memory to spare for both.
                 over = replaced is not None and replaced.tier is tier and tier.is_host_memory
                 if self._claim_memory(tier, entry, over_capacity=over):
                     entry.tier, entry.lower = tier, tiers[position + 1 :]
-                    if on_device and not tier.is_own_device:
-                        entry.source = payload
-                    return
+                    return tier
             elif isinstance(tier, PathTier):
                 lead = _lead(entry, payload)
                 stripes = tier.claim_extents(lead + entry.nbytes, lead)
                 if stripes is not None:
                     entry.tier, entry.stripes, entry.begin = tier, stripes, lead
-                    if on_device and tier.device_memory:
-                        entry.copied = self.copies[entry.device].ready(compute)
-                    elif on_device:
-                        entry.source = payload
-                    return
-        if entry.nbytes:
-            raise reports.no_room(entry.nbytes, entry.client, tiers)
+                    return tier
+        raise reports.no_room(entry.nbytes, entry.client, tiers)
 
     def _copy_out(
-        self,
-        client: str,
-        entries: Sequence[Entry],
-        compute: torch.Stream | None,
-        replaced: Entry | None,
+        self, entries: Sequence[Entry], compute: torch.Stream | None, replaced: Entry | None
     ) -> None:
-        """Start to copy the sources of entries to one host buffer, of whole pages for each."""
+        """Start to copy the sources of entries to one host buffer."""
         engine = self.copies[entries[0].device]
-        sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
-        nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
+        nbytes = sum(sizes_in_buffer(entries))
         buffer, after = None, None
         if replaced is not None and (kept := replaced.buffer) is not None:
             replaced.buffer = None
             if kept.nbytes == nbytes and engine.may_overwrite(kept, compute):
                 buffer, after = kept, replaced.copied
         if buffer is None:
-            buffer = self.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
-        hosts: Sequence[torch.Tensor] = [buffer]
-        if len(sizes) > 1:
-            parts = zip(buffer.split(sizes), sizes, entries, strict=True)
-            hosts = [h if e.nbytes == size else h[: e.nbytes] for h, size, e in parts]
-        for entry, host in zip(entries, hosts, strict=True):
-            entry.payload = host
+            buffer = self.allocate_waiting(entries[0].client, nbytes, pinned=engine.asynchronous)
         sources = [_bytes_of(entry.source) for entry in entries if entry.source is not None]
-        engine.copy_out(entries, sources, hosts, compute, after)
+        engine.copy_out(entries, sources, buffer, compute, after)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""

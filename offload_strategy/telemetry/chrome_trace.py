@@ -29,9 +29,6 @@ from offload_strategy.telemetry.recorder import MoveRecord, StallRecord
 
 _Event = dict[str, Any]
 
-#: Resolution of `time.perf_counter`.
-_CLOCK_SECONDS = 1e-9
-
 
 def write_trace(
     file: str | os.PathLike[str], moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]
@@ -104,7 +101,7 @@ def _slice(record: MoveRecord | StallRecord) -> _Event:
         "bytes": record.nbytes,
         "queued_ms": round((record.started_at - record.queued_at) * 1e3, 3),
     }
-    if seconds >= _CLOCK_SECONDS:  # of less no clock can tell, and the rate could be infinite
+    if seconds >= 1e-9:  # of less no clock can tell, and the rate could be infinite
         arguments["GBps"] = round(record.nbytes / seconds / 1e9, 3)
     return {"name": record.client, "cat": str(record.direction), **where, "args": arguments}
 

@@ -8,16 +8,15 @@ the device, which is slower and just as correct.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import get_device_module
 
 _SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
-#: Returns `torch.cuda`, `torch.xpu` or the like.
-_module: Callable[[torch.device], Any] = torch.get_device_module
 
 _Held = TypeVar("_Held")
 
@@ -133,27 +132,27 @@ has_memory_statistics = is_asynchronous
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of tensors on a device."""
-    return int(_module(device).memory_allocated(device))
+    return int(get_device_module(device).memory_allocated(device))
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
     """Return the largest number of bytes of tensors since `reset_peak`."""
-    return int(_module(device).max_memory_allocated(device))
+    return int(get_device_module(device).max_memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
     """Start a new measurement of the peak."""
-    _module(device).reset_peak_memory_stats(device)
+    get_device_module(device).reset_peak_memory_stats(device)
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes of a device that no process uses."""
-    return int(_module(device).mem_get_info(device)[0])
+    return int(get_device_module(device).mem_get_info(device)[0])
 
 
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that this process has or may still allocate on a device."""
-    return free_bytes(device) + int(_module(device).memory_reserved(device))
+    return free_bytes(device) + int(get_device_module(device).memory_reserved(device))
 
 
 # ---------------------------------------------------------------------- pinned host memory
@@ -169,7 +168,7 @@ def register_host_memory(address: int, nbytes: int) -> bool:
         with suppress(RuntimeError):
             torch.empty(1, device=accelerator).fill_(0)
         return False
-    register = getattr(_module(accelerator), "host_register", None)
+    register = getattr(get_device_module(accelerator), "host_register", None)
     return register is not None and int(register(address, nbytes)) == 0
 
 
@@ -180,7 +179,7 @@ def unregister_host_memory(address: int) -> None:
     if accelerator.type == "cuda":
         torch.cuda.cudart().cudaHostUnregister(address)
     else:
-        _module(accelerator).host_unregister(address)
+        get_device_module(accelerator).host_unregister(address)
 
 
 # ---------------------------------------------------------------------- random numbers
@@ -197,4 +196,4 @@ def forked_generators(devices: Sequence[torch.device]) -> AbstractContextManager
 
 def generator_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Return the states of the generators of the CPU and of these devices."""
-    return [torch.get_rng_state(), *(_module(d).get_rng_state(d) for d in devices)]
+    return [torch.get_rng_state(), *(get_device_module(d).get_rng_state(d) for d in devices)]

@@ -22,7 +22,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
@@ -73,7 +73,7 @@ class BlockResidency:
         self._lock = threading.RLock()
         self._open = _Open()
         self._order = BlockOrder()
-        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._weights: MutableMapping[torch.Tensor, StreamedWeight] = WeakTensorKeyDictionary()
         self._blocks_of: dict[StreamedWeight, list[StreamedBlock]] = {}
         # Blocks with weights in memory, least recently used first.
         self._resident: dict[StreamedBlock, None] = {}
@@ -194,8 +194,7 @@ class BlockResidency:
         self, parameter: torch.Tensor, values: torch.Tensor, tiers: Sequence[Tier]
     ) -> Ticket:
         """Store new values of a streamed weight, in `tiers` if its own have no room for both."""
-        ticket: Ticket = self._weights[parameter].store_new(values, tiers)
-        return ticket
+        return self._weights[parameter].store_new(values, tiers)
 
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight without loading them, if it is streamed still."""

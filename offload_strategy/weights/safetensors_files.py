@@ -9,10 +9,12 @@ Transformers names them, so `from_pretrained` loads them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +24,15 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError, StorageError
+from offload_strategy.io.backends.posix import drop_from_cache
 from offload_strategy.telemetry import Progress
 
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
 _NAME = "model"
 _PARTIAL = ".model.partial"
+#: Names that this module and Transformers give to files with tensors.
+_SAVED = re.compile(rf"{_NAME}((-\d+)?-\d{{5}}-of-\d{{5}})?{re.escape(_SUFFIX)}")
 
 Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 
@@ -118,6 +123,21 @@ def _library(method: str) -> Any:
     return safetensors
 
 
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise a ConfigError if modules have state that safetensors files cannot hold."""
+    found = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and module.get_extra_state() is not None
+    ]
+    if found:
+        raise ConfigError(
+            f"save_weights: {', '.join(found[:5])} has extra state (get_extra_state()), which "
+            f"safetensors files do not hold. Save the model's state_dict() with torch.save."
+        )
+
+
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state_dict without detaching parameters."""
     # Detaching, as state_dict() does by default, would load every streamed weight.
@@ -128,9 +148,11 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def save_shards(
     tensors: Mapping[str, torch.Tensor], directory: Path, shard_bytes: int, read: Read
 ) -> list[Path]:
-    """Write tensors to a directory, replacing files of the same names; return the files.
+    """Write tensors to a directory, replacing what was saved there before; return the files.
 
-    A tensor with several names is written once. Only a single tensor may exceed `shard_bytes`.
+    The index is replaced last, and names no file of an earlier save, so an interrupted save leaves
+    the earlier one whole. A tensor with several names is written once. Only a single tensor may
+    exceed `shard_bytes`.
     """
     library = _library("save_weights")
     first: dict[int, str] = {}
@@ -144,19 +166,11 @@ def save_shards(
             size = 0
         shards[-1][name] = tensors[name]
         size += tensors[name].nbytes
-    total = len(shards)
-    files = {
-        f"{_NAME}{_SUFFIX}" if total == 1 else f"{_NAME}-{number:05}-of-{total:05}{_SUFFIX}": shard
-        for number, shard in enumerate(shards, 1)
-    }
     written = sum(tensors[name].nbytes for name in first.values())
-    index = {
-        "metadata": {"total_size": written},
-        "weight_map": {name: file for file, shard in files.items() for name in shard},
-    }
     partial, bar = directory / _PARTIAL, Progress("saving weights", written)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        files = dict(zip(_new_names(directory, len(shards)), shards, strict=True))
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir()
         for file, shard in files.items():
@@ -168,14 +182,20 @@ def save_shards(
                 metadata = {"format": "pt", **same}
                 library.torch.save_file(values, partial / file, metadata=metadata)
                 del values
-            with (partial / file).open("rb") as stream:  # onto the disk, out of the page cache
-                os.fsync(stream.fileno())
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _sync(partial / file)
             bar.update(sum(tensor.nbytes for tensor in shard.values()))
+        index = {
+            "metadata": {"total_size": written},
+            "weight_map": {name: file for file, shard in files.items() for name in shard},
+        }
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
-        for file in (*files, f"{_NAME}{_INDEX}"):
-            os.replace(partial / file, directory / file)
+        _sync(partial / f"{_NAME}{_INDEX}")
+        _move(files, partial, directory)
+        _move([f"{_NAME}{_INDEX}"], partial, directory)
+        # Transformers would read a single file of an earlier save rather than the index.
+        for path in directory.iterdir():
+            if _SAVED.fullmatch(path.name) and path.name not in files:
+                path.unlink()
     except (OSError, library.SafetensorError) as error:  # the library's own: a full disk
         reason = getattr(error, "strerror", None) or error
         raise StorageError(
@@ -186,3 +206,33 @@ def save_shards(
         bar.close()
         shutil.rmtree(partial, ignore_errors=True)
     return [directory / file for file in files]
+
+
+def _new_names(directory: Path, count: int) -> list[str]:
+    """Return names for the files of a save; those of several shards are not in use."""
+    if count == 1:
+        return [f"{_NAME}{_SUFFIX}"]
+    for save in itertools.count(1):
+        prefix = _NAME if save == 1 else f"{_NAME}-{save}"
+        names = [f"{prefix}-{n:05}-of-{count:05}{_SUFFIX}" for n in range(1, count + 1)]
+        if not any(os.path.lexists(directory / name) for name in names):
+            break
+    return names
+
+
+def _sync(file: Path) -> None:
+    """Bring a file onto the disk and out of the page cache."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        drop_from_cache(stream.fileno())
+
+
+def _move(names: Iterable[str], source: Path, target: Path) -> None:
+    """Move files to another directory, and wait until its entries are on the disk."""
+    for name in names:
+        os.replace(source / name, target / name)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

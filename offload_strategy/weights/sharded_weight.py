@@ -46,7 +46,6 @@ class StreamedShard(torch.Tensor):
     #: The streamed parameter, which must live as long as this tensor.
     flat: nn.Parameter
 
-    @staticmethod
     def __new__(cls, weight: ShardedWeight) -> StreamedShard:
         """Make a tensor with the shape, strides, dtype and device of the shard."""
         form = weight.local_form

@@ -117,7 +117,7 @@ class StreamedBlock:
         return sum(nbytes for nbytes, p in parameters if p is not None and p.requires_grad)
 
 
-_Key = tuple[StreamedBlock | None, StreamedBlock, bool]
+_Key = tuple[StreamedBlock | None, StreamedBlock | None, bool]
 
 
 class BlockOrder:
@@ -130,7 +130,7 @@ class BlockOrder:
     def __init__(self) -> None:
         # The block that followed, and whether that of the key was needed twice in a row before.
         self._next: dict[_Key, tuple[StreamedBlock, bool]] = {}
-        self._key: _Key | None = None
+        self._key: _Key = (None, None, False)
         self._repeated = False
         # The blocks needed since the last step ended, and those of the last whole step.
         self._step: list[tuple[StreamedBlock, bool]] = []
@@ -141,14 +141,13 @@ class BlockOrder:
         entry = (block, backward)
         if len(self._step) < _MOST_ENTRIES and (not self._step or self._step[-1] != entry):
             self._step.append(entry)
-        key = self._key
-        if key is not None:
-            if key[1] is block:
-                self._repeated = True
-                return
-            self._next[key] = block, self._repeated
-            self._repeated = False
-        self._key = (None if key is None else key[1], block, backward)
+        before = self._key[1]
+        if before is block:
+            self._repeated = True
+            return
+        self._next[self._key] = block, self._repeated
+        self._repeated = False
+        self._key = (before, block, backward)
 
     def step_ended(self) -> None:
         """Keep the recorded blocks as the order of a step, if they include a backward pass."""
@@ -159,14 +158,14 @@ class BlockOrder:
     @property
     def is_needed_again(self) -> bool:
         """Whether the current block was needed twice in a row the last time."""
-        return self._key is not None and self._next.get(self._key, (None, False))[1]
+        return self._next.get(self._key, (None, False))[1]
 
     def next_blocks(self, count: int) -> Iterator[StreamedBlock]:
         """Yield the blocks that are expected next, at most `count` different ones."""
         key = self._key
-        seen = set() if key is None else {key[1]}
+        seen = {key[1]}
         for _ in range(4 * count):
-            if key is None or key not in self._next or len(seen) > count:
+            if key not in self._next or len(seen) > count:
                 return
             block, _ = self._next[key]
             if block not in seen:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.config import ParametersConfig
 from offload_strategy.store.shared_tickets import SharedFiles
@@ -35,7 +34,7 @@ from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streame
 class _AttachedModel:
     model: weakref.ref[nn.Module]
     blocks: list[StreamedBlock] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
+    hooks: ExitStack = field(default_factory=ExitStack)
 
 
 class WeightStream(BlockResidency):
@@ -120,7 +119,7 @@ class WeightStream(BlockResidency):
 
     def _stream(self, name: str, parameter: nn.Parameter, fsdp_param: Any = None) -> StreamedWeight:
         """Return the streamed weight of a parameter, or of an FSDPParam's; create it if needed."""
-        weight: StreamedWeight | None = self._weights.get(parameter)
+        weight = self._weights.get(parameter)
         if weight is None and fsdp_param is None:
             weight = StreamedWeight(name, parameter, *self._services())
         elif weight is None:
@@ -148,14 +147,15 @@ class WeightStream(BlockResidency):
         attached = _AttachedModel(weakref.ref(model))
         self._models.append(attached)
         hook = WeakHook(self.enter_model, attached.blocks)
-        attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
+        hooks = attached.hooks
+        hooks.enter_context(model.register_forward_pre_hook(hook, prepend=True))
         classes, min_size = self._section.blocks, self._section.min_size
         for name, module, parameters in cut_into_blocks(model, classes, self._is_block, min_size):
             block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
             self._add_block(attached, block)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
-            attached.handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            attached.handles.append(module.register_forward_hook(leave, always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         for name, shards in sharded_blocks(model, min_size):  # FSDP2 asks for their weights
             streamed = [self._stream(key, each.sharded_param, each) for key, each in shards.items()]
             self._add_block(attached, StreamedBlock(name, streamed))
@@ -163,7 +163,7 @@ class WeightStream(BlockResidency):
             if any(p is not None and p in self._weights for p in module._parameters.values()):
                 # Unlike a forward hook, it costs nothing when the module is called.
                 keeps = module.register_load_state_dict_post_hook(KeepsAlive(owner))
-                attached.handles.append(keeps)
+                hooks.enter_context(keeps)
         with self._lock:
             self._make_room(0)
             self._offload_accessed()
@@ -192,8 +192,7 @@ class WeightStream(BlockResidency):
     def _detach_model(self, attached: _AttachedModel, *, restore: bool) -> None:
         self._models.remove(attached)
         with self._lock:
-            for handle in attached.handles:
-                handle.remove()
+            attached.hooks.close()
             for block in attached.blocks:
                 self._resident.pop(block, None)
                 for weight in block.weights:

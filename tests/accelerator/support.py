@@ -22,6 +22,7 @@ from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
+from tests.activations.support import noise
 from tests.training import Block, Numbers
 
 DEVICE = os.environ["TEST_ACCELERATOR"]
@@ -199,8 +200,7 @@ def make(
 
 
 def batch(number: int, rows: int = 4, length: int = 64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(rows, length, 32, generator=generator).to(DEVICE)
+    return noise(rows, length, 32, seed=number).to(DEVICE)
 
 
 def loss_of(model: nn.Module, number: int, **sizes: int) -> torch.Tensor:

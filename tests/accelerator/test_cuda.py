@@ -22,16 +22,12 @@ class DeviceMemory:
 
     def __init__(self, nbytes, misalignment=0):
         self.nbytes = nbytes
-        self._whole = torch.full(
-            (nbytes + misalignment + 3 * PAGE_BYTES,), 0xA5, dtype=torch.uint8, device="cuda"
-        )
-        self._start = PAGE_BYTES + -self._whole.data_ptr() % PAGE_BYTES + misalignment
-        self.address = self._whole.data_ptr() + self._start
+        size = nbytes + misalignment + 3 * PAGE_BYTES
+        whole = torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda")
+        start = PAGE_BYTES + -whole.data_ptr() % PAGE_BYTES + misalignment
+        self._before, self._part, self._behind = whole.split([start, nbytes, size - start - nbytes])
+        self.address = whole.data_ptr() + start
         torch.accelerator.synchronize()
-
-    @property
-    def _part(self):
-        return self._whole[self._start : self._start + self.nbytes]
 
     @property
     def data(self):
@@ -45,8 +41,7 @@ class DeviceMemory:
     @property
     def around(self):
         """The values of the bytes before and behind."""
-        behind = self._whole[self._start + self.nbytes :]
-        return set(self._whole[: self._start].tolist()) | set(behind.tolist())
+        return {*self._before.tolist(), *self._behind.tolist()}
 
 
 class TestHostMemory(Conformance):

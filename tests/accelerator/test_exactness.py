@@ -177,6 +177,47 @@ def test_a_tensor_may_be_saved_on_two_streams(disk, host, first):
     same_with_and_without(run, settings(disk, host, optimizer={"enabled": False}))
 
 
+class Empties(nn.Module):
+    """Empties what it has saved, and fills it again before backward needs it; as Megatron does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        kept = torch.tanh(x)
+        storage = kept.untyped_storage()
+        nbytes = storage.nbytes()
+        y = kept * self.one
+        z = y.sin().sin().sin() * self.two
+        storage.resize_(0)
+
+        def refill(_):
+            storage.resize_(nbytes)
+            torch.empty(0, device=DEVICE).set_(storage, 0, x.shape, x.stride()).copy_(torch.tanh(x))
+
+        y.register_hook(refill)
+        return z.sin().sum()
+
+
+@pytest.mark.parametrize("host", [None, "64MiB"])
+def test_a_storage_may_be_emptied_while_its_bytes_leave(disk, host):
+    def run(engine):
+        model = Empties().to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+
+        def loss(step):
+            found = model(noise(512 * KiB, seed=step).to(DEVICE))
+            stir()
+            return found
+
+        return backward_history(model, loss)
+
+    with delays(0, 50, 3000):
+        same_with_and_without(run, settings(disk, host, optimizer={"enabled": False}))
+
+
 # ---------------------------------------------------------------------- optimizer
 OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-3),
@@ -264,11 +305,9 @@ LOOPS = {
     **{name: {"optimizer_of": each} for name, each in OPTIMIZERS.items()},
     **{name: {"edit": edit} for name, edit in EDITS.items()},
     **{
-        f"{name}, GradScaler, {edit or 'no clipping'}": {
-            "optimizer_of": OPTIMIZERS[name],
-            "scaled": True,
-            "edit": EDITS.get(edit),
-        }
+        f"{name}, GradScaler, {edit or 'no clipping'}": dict(
+            optimizer_of=OPTIMIZERS[name], scaled=True, edit=EDITS.get(edit)
+        )
         for name, edit in product(("AdamW", "AdamW fused"), ("", "clipping always"))
     },
     "accumulation": {"micro_batches": 3},

@@ -1,5 +1,6 @@
 """Memory of the device and pinned memory: limits hold, and what left or failed is freed."""
 
+import ctypes
 from collections import Counter
 from functools import partial
 from itertools import product
@@ -14,7 +15,9 @@ from torch.optim import AdamW
 from offload_strategy import OffloadEngine
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends import kvikio, posix  # noqa: F401 - before posix is replaced
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.store.copy_engine import CopyEngine
+from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.units import PAGE_BYTES, KiB, MiB
 from tests.accelerator.support import (
     BATCH,
     DEVICE,
@@ -53,7 +56,6 @@ LIMITS = [
 
 
 def training(engine, steps):
-    """Losses and weights; and the peak of each step."""
     model = make(*SIZE)
     optimizer = attached(engine, model, AdamW(model.parameters()))
     found = []
@@ -99,8 +101,7 @@ def large():
 
 
 def losses_of(model, optimizer):
-    inputs = torch.ones(8, 2048, device=DEVICE)
-    found = []
+    inputs, found = torch.ones(8, 2048, device=DEVICE), []
     for _ in range(3):
         loss = (model(inputs) - 1).pow(2).mean()
         loss.backward()
@@ -149,13 +150,11 @@ def test_pinned_memory_is_given_back(disk):
 @pytest.mark.parametrize("overlap", ["eager", "off"])
 def test_new_states_take_the_pinned_memory_of_the_old_ones(disk, overlap):
     """Although the host has launched all updates before the device has read the first states."""
-    config = settings(
-        disk, "1GiB", activations={"enabled": False},
-        optimizer={"overlap": overlap, "subgroup_size": 1 << 20}, memory={"pinned": "16MiB"},
-    )  # fmt: skip
+    sections = {"activations": {"enabled": False}, "memory": {"pinned": "16MiB"}}
+    sections["optimizer"] = {"overlap": overlap, "subgroup_size": 1 << 20}
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).to(DEVICE)
-    with OffloadEngine(config) as engine:
-        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    with OffloadEngine(settings(disk, "1GiB", **sections)) as engine:
+        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-3))
         for _ in range(3):
             sleep(600_000_000)
             model(torch.ones(1, 1024, device=DEVICE)).sum().backward()
@@ -285,10 +284,8 @@ def behind(engine, cycles=0, limit=None):
     model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:
         engine.attach(model)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1 << 20, generator=generator).to(DEVICE).requires_grad_()
-    begins, beyond = [], []
-    waits = {}
+    x = noise(1 << 20).to(DEVICE).requires_grad_()
+    begins, beyond, waits = [], [], {}
 
     def step(_):
         nonlocal waits
@@ -350,6 +347,49 @@ def test_memory_is_freed_although_a_pass_begins_on_the_host(disk):
         engine.attach(model)
         highest = peaks(lambda _: model(x).sum().backward(), 2)
     assert max(highest) - before < (plain - before) // 2
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+def test_memory_that_a_path_fills_is_not_used_by_copies():
+    engine = CopyEngine(torch.device(DEVICE, 0))
+    hosts = list(torch.full((8 * 64 * KiB,), 7, dtype=torch.uint8).split(64 * KiB))
+    _, incoming = engine._copying(torch.accelerator.current_stream())
+    with using_stream(incoming):
+        sleep(400_000_000)
+    copies = engine.load(hosts, [None] * 8)
+    filled = engine.incoming(8 * 64 * KiB)
+    ctypes.memset(filled.data_ptr(), 1, filled.nbytes)  # as a path does it: on no stream
+    torch.accelerator.synchronize()
+    assert filled.cpu().unique().tolist() == [1]
+    assert torch.cat([engine.adopt(copy) for copy in copies]).cpu().unique().tolist() == [7]
+    engine.close()
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+def test_small_tensors_cross_the_link_together(disk):
+    """A pass saves 1,000 tensors of 16 KiB, in four batches."""
+
+    def run(engine):
+        model = Deep(500).to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+        x = torch.linspace(-1, 1, 4096, device=DEVICE).requires_grad_()
+        for _ in range(4):
+            torch.accelerator.synchronize()
+            device_module.counts(reset=True)
+            x.grad = None
+            model(x).sum().backward()
+        counts = device_module.counts()
+        return x.grad.cpu(), counts
+
+    config = settings(disk, "1GiB", optimizer={"enabled": False}, memory={"pinned": "1GiB"})
+    with OffloadEngine(config) as engine:
+        got, counts = run(engine)
+        moved = engine.metrics()["offload/activations/step_left_bytes"]
+    assert torch.equal(got, run(None)[0])
+    assert moved > 7 * MiB
+    assert counts["async:copy DtoH"] <= 8, counts
+    assert counts["async:copy HtoD"] <= 16, counts
 
 
 def counted(engine, scaled):

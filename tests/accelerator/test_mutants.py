@@ -6,7 +6,9 @@ gradient that differs, or in memory that is not freed.
 """
 
 import inspect
+import textwrap
 from functools import partial
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -28,6 +30,7 @@ from tests.accelerator.support import (
     new_stream,
     replaced_in_host_memory,
 )
+from tests.activations.support import noise
 from tests.training import attached, on_disk, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
@@ -36,10 +39,10 @@ LAYERS, ELEMENTS = 24, 32 * KiB
 SEEDS = 6
 
 
-def churn():
+def churn(elements=ELEMENTS):
     """Use the memory that was just freed."""
     for _ in range(4):
-        torch.full((ELEMENTS,), float("nan"), device=DEVICE)
+        torch.full((elements,), float("nan"), device=DEVICE)
 
 
 def model_on(engine):
@@ -50,22 +53,21 @@ def model_on(engine):
 
 
 def inputs(*shape, seed=0):
-    found = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    found = noise(*shape, seed=seed).to(DEVICE)
     torch.accelerator.synchronize()
     return found.requires_grad_()
 
 
-def gradients(engine, seed):
+def gradients(engine, seed, elements=ELEMENTS):
     """Of three steps, on a stream of the user's with every other seed."""
-    model, x = model_on(engine), inputs(ELEMENTS)
-    found = []
+    model, x, found = model_on(engine), inputs(elements), []
     stream = new_stream() if seed % 2 else torch.accelerator.current_stream()
     for _ in range(3):
         with using_stream(stream):
             loss = model(x).sum()
-            churn()
+            churn(elements)
             loss.backward()
-            churn()
+            churn(elements)
         torch.accelerator.current_stream().wait_stream(stream)
         found.append(x.grad.clone())
         torch.accelerator.current_stream().synchronize()
@@ -147,6 +149,7 @@ def differs_where_replaced(disk, seed):
 SCENARIOS = [
     partial(differs, gradients, None),
     partial(differs, gradients, "1GiB"),
+    partial(differs, partial(gradients, elements=512 * KiB), "1GiB"),
     partial(differs, gradients_after_a_dropped_pass, None),
     too_much_memory,
     differs_where_replaced,
@@ -157,43 +160,45 @@ OF_UPDATES = [partial(differs, updated, "1GiB")]
 def recorded(copies, end):
     """The end of copies is recorded before them."""
     indent = 12 * " "
-    copied = f"{indent}for {copies}, non_blocking=True)\n"
+    copied = f"{indent}_copy_together({copies})\n"
     event = f"{indent}{end}\n"
     return copied + event, event + copied
 
 
+WAITS = "wait_event(compute.record_event())"
+MEMORY = """\
+        tensors = [
+            torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts
+        ]
+"""
+COPYING = "        _, incoming = self._copying(compute)\n"
+GATHER = "            torch._foreach_copy_(parts, mine)\n"
+CROSS = "            whole.copy_(staging, non_blocking=True)\n"
 #: What is changed, by file: a line that is left out, or a part of the source and what replaces it.
 MUTANTS = {
     copy_engine: {
-        "the copy to the host does not wait for the computation": (
-            "outgoing.wait_event(compute.record_event())"
-        ),
+        "the copy to the host does not wait for the computation": f"outgoing.{WAITS}",
         "the end of a copy to the host is recorded before it": recorded(
-            "host, source in zip(hosts, sources, strict=True):\n                host.copy_(source",
-            "done.record(outgoing)",
+            "sources, hosts, to_host=True", "done.record(outgoing)"
         ),
         "the write to the path does not wait for the copy": "event.synchronize()",
-        "the copy to the device does not wait for the computation": (
-            "incoming.wait_event(compute.record_event())"
-        ),
+        "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
         "the computation does not wait for the copy to the device": (
             "compute.wait_event(copy.done)"
         ),
         "the end of a copy to the device is recorded before it": recorded(
-            "tensor, host in zip(tensors, hosts, strict=True):\n                tensor.copy_(host",
-            "done.record(incoming)",
+            "tensors, hosts, to_host=False", "done.record(incoming)"
         ),
         "a host buffer is free before the copy out of it is over": (
             "self._loads.append((done, copies, hosts))"
         ),
         "loaded memory belongs to the incoming stream": (
-            "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) "
-            "for n in sizes]\n"
-            "        _, incoming = self._copying(compute)\n"
-            "        incoming.wait_event(compute.record_event())\n",
-            "        _, incoming = self._copying(compute)\n"
-            "        with using_stream(incoming):\n            tensors = ["
-            "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
+            MEMORY + COPYING + f"        incoming.{WAITS}\n",
+            COPYING + "        with using_stream(incoming):\n" + textwrap.indent(MEMORY, "    "),
+        ),
+        "small tensors are gathered after their buffer has crossed the link": (
+            GATHER + CROSS,
+            CROSS + GATHER,
         ),
         "the window has no end": ("max(_WINDOW_BYTES, 2 * self._largest)", "1 << 40"),
         "what backward has used stays in the window": ("entry.state is TicketState.FREED", "False"),
@@ -263,15 +268,14 @@ def test_a_deliberate_bug_is_found(disk, monkeypatch, name):
     of_updates = original is update_stream or "update" in name
     if of_updates:
         monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
-    for seed in range(SEEDS):
-        for scenario in OF_UPDATES if of_updates else SCENARIOS:
-            try:
-                if scenario(disk, seed):
-                    return
-            except torch.OutOfMemoryError:
+    for seed, scenario in product(range(SEEDS), OF_UPDATES if of_updates else SCENARIOS):
+        try:
+            if scenario(disk, seed):
                 return
-            finally:
-                torch.accelerator.synchronize()
+        except torch.OutOfMemoryError:
+            return
+        finally:
+            torch.accelerator.synchronize()
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
 
 
@@ -287,6 +291,5 @@ def test_calls_that_wait_for_the_device_are_counted():
 
 
 def test_without_a_bug_nothing_is_found(disk):
-    for seed in range(SEEDS):
-        for scenario in [*SCENARIOS, *OF_UPDATES]:
-            assert not scenario(disk, seed), f"{scenario}, seed {seed}"
+    for seed, scenario in product(range(SEEDS), [*SCENARIOS, *OF_UPDATES]):
+        assert not scenario(disk, seed), f"{scenario}, seed {seed}"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
+from tests.activations.support import noise
 from tests.distributed.ranks import run_ranks
 from tests.training import assert_same_history, attached, gradients, settings, weights
 
@@ -58,8 +59,7 @@ def train(engine, device, sharded, eager, hook=lambda net: None):
     hook(net)
     found = []
     for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + device.index)
-        inputs = torch.randn(16, WIDTH, generator=generator).to(device)
+        inputs = noise(16, WIDTH, seed=10 * step + device.index).to(device)
         loss = model(inputs).pow(2).mean()
         loss.backward()
         if step == 2 and not eager:
@@ -134,12 +134,11 @@ def _two_devices():
 @pytest.mark.parametrize(("overlap", "host"), [("commit", None), ("eager", "64MiB"), ("off", None)])
 def test_the_bits_are_the_same(tmp_path, sharded, overlap, host, streamed):
     options = {"sharded": sharded, "overlap": overlap, "host": host, "streamed": streamed}
-    where = "tests.accelerator.test_processes:compare"
-    assert run_ranks(where, tmp_path, group=False, **options) == [True, True]
+    assert run_ranks(f"{__name__}:compare", tmp_path, group=False, **options) == [True, True]
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 def test_backward_does_not_wait_for_reductions(tmp_path, overlap):
-    where = "tests.accelerator.test_processes:overlap_of_reductions"
+    where = f"{__name__}:overlap_of_reductions"
     assert run_ranks(where, tmp_path, group=False, overlap=overlap) == [0, 0]

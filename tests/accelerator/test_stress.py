@@ -99,8 +99,7 @@ def test_many_steps_are_the_same_and_take_no_more_memory(disk, late_copies, host
         return found
 
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
-    figures = same_with_and_without(train, config)
-    assert figures["offload/activations/written_bytes"] > 0
+    assert same_with_and_without(train, config)["offload/activations/written_bytes"] > 0
     assert levels[-1] <= levels[1] + (1 << 20)
 
 
@@ -135,8 +134,7 @@ def test_two_streams_of_the_users_are_the_same(disk, late_copies, priority):
 @pytest.mark.parametrize("late", [False, True])
 def test_a_host_buffer_is_overwritten_once_all_streams_have_read_it(late):
     read, written = replaced_in_host_memory(CopyEngines(), late=late)
-    assert read.unique().tolist() == [1]
-    assert written.unique().tolist() == [2]
+    assert (read.unique().tolist(), written.unique().tolist()) == ([1], [2])
 
 
 # ---------------------------------------------------------------------- two threads

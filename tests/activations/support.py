@@ -44,18 +44,21 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
 
 
-def with_gradients(function: Callable[..., Any]) -> tuple[Calls, dict[str, torch.Tensor]]:
-    """A model, and its gradients after a plain backward."""
+def with_gradients(
+    function: Callable[..., Any], engine: OffloadEngine | None = None
+) -> tuple[Calls, dict[str, torch.Tensor]]:
+    """A model, and its gradients after a plain backward; then it is attached to an engine."""
     model = Calls(function)
     model().backward()
     expected = gradients(model)
     model.zero_grad()
+    if engine is not None:
+        engine.attach(model)
     return model, expected
 
 
 def noise(*shape: int, seed: int = 0, **options: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, **options)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **options)
 
 
 X = noise(8, 8, seed=1)

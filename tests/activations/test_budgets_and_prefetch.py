@@ -247,20 +247,18 @@ def figure(engine, name):
     return engine.metrics()[f"offload/activations/{name}"]
 
 
-def test_a_learned_order_has_no_misses(disk):
-    plain, model = Crossed(), Crossed()
-    expected = backward_history(plain, lambda step: plain(BATCH), steps=6)
+def test_a_learned_order_has_no_misses(engine):
     misses = []
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        got = backward_history(
-            model,
-            lambda step: model(BATCH),
-            steps=6,
-            between=lambda: on_disk(engine),
-            after=lambda: misses.append(figure(engine, "missed_loads") - sum(misses)),
-        )
-    assert_same_history(got, expected)
+
+    def train(model, **options):
+        return backward_history(model, lambda step: model(BATCH), steps=6, **options)
+
+    def note():
+        misses.append(figure(engine, "missed_loads") - sum(misses))
+
+    expected, model = train(Crossed()), Crossed()
+    engine.attach(model)
+    assert_same_history(train(model, between=lambda: on_disk(engine), after=note), expected)
     # What is asked for first cannot have been fetched ahead of anything.
     assert misses[0] >= 1
     assert misses[-3:] == [1, 1, 1]
@@ -377,7 +375,6 @@ def test_a_budget_for_half_of_the_activations_is_kept_from_the_first_steps_on(tr
 @pytest.mark.parametrize("missing", ["nothing", "room within the limit", "free memory"])
 def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monkeypatch):
     activations, states = training.without_budget()
-    has_room = missing == "nothing"
     if missing == "room within the limit":
         monkeypatch.setattr(Budget, "may_stay", lambda *_: False)
     elif missing == "free memory":
@@ -386,13 +383,12 @@ def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monk
     (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
     assert told.startswith("tier nvme: this process has written")
     assert "cannot be kept" in told
-    assert training.written[-1] == (activations * (1 if has_room else 20), 20 * states)
+    assert training.written[-1] == (activations * (1 if missing == "nothing" else 20), 20 * states)
 
 
 def test_a_dram_tier_needs_no_budget_and_processes_share_it(training):
     limited = OffloadConfig.load(training.config(1000, host="1MiB"))
-    metrics = training.run(limited)
-    assert metrics["offload/activations/step_left_bytes"] > 0
+    assert training.run(limited)["offload/activations/step_left_bytes"] > 0
     assert training.written[-1] == (0, 0)
     shared, whole = limited.divided(4).tiers[-1].writes_per_day, limited.tiers[-1].writes_per_day
     assert shared == (whole or 0) // 4

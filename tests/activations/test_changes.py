@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import OffloadError
+from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.store.tensor_store import TensorStore
 from tests.activations.support import Calls, Saves, X, compare, noise, with_gradients
@@ -207,6 +207,59 @@ def test_a_neighbour_at_the_same_version_has_its_own_bytes(engine):
         return Saves.apply(w * 1, second[:-1]).sum() + loss
 
     compare(engine, Calls(function))
+
+
+# ---------------------------------------------------------------------- storages emptied
+def _emptied(w, when, refills=True):
+    """Saves what is emptied, and computed again before backward needs it; as Megatron does."""
+    x = w @ X
+    with torch.no_grad():
+        kept = torch.tanh(x.detach())
+    storage = kept.untyped_storage()
+    nbytes = storage.nbytes()
+    y = kept * w
+    if when == "in a batch":
+        storage.resize_(0)
+    z = y.sin().exp().sin() * X
+    if when == "given away":
+        storage.resize_(0)
+
+    def refill(_):
+        storage.resize_(nbytes)
+        with torch.no_grad():
+            torch.empty(0).set_(storage, 0, x.shape, x.stride()).copy_(torch.tanh(x.detach()))
+
+    if refills:
+        y.register_hook(refill)
+    return z.sum()
+
+
+@pytest.mark.parametrize("host", [None, "1KiB", "1MiB"])
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_a_storage_may_be_emptied_while_its_bytes_leave(disk, monkeypatch, host, seconds):
+    """Writes take so long, and host memory has room for some of what is saved, or for all."""
+    move = PosixBackend.move
+    monkeypatch.setattr(PosixBackend, "move", lambda *args: (time.sleep(seconds), move(*args))[1])
+    with activations_only(disk, host=host) as engine:
+        model, expected = with_gradients(lambda w: _emptied(w, "given away"), engine)
+        for _ in range(2):
+            loss = model()
+            torch.full((8, 8), float("nan"))  # in the memory that was freed
+            loss.backward()
+            assert_same_bits(gradients(model), expected)
+            model.zero_grad()
+
+
+def test_a_storage_that_is_emptied_before_its_bytes_leave_is_read_where_it_is_filled(engine):
+    compare(engine, Calls(lambda w: _emptied(w, "in a batch")))
+
+
+def test_a_storage_that_is_emptied_and_not_filled_again_is_an_error(engine):
+    model = Calls(lambda w: _emptied(w, "in a batch", refills=False))
+    engine.attach(model)
+    loss = model()
+    with pytest.raises(OffloadError, match="emptied after forward, and not filled again"):
+        loss.backward()
 
 
 # ---------------------------------------------------------------------- what nobody can see

@@ -103,8 +103,7 @@ def test_two_threads_may_run_the_same_model(engine):
             resume.wait(30)
         return y.sin().sum()
 
-    model, expected = with_gradients(function)
-    engine.attach(model)
+    model, expected = with_gradients(function, engine)
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(model)
         assert inside.wait(30)

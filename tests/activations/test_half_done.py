@@ -138,9 +138,9 @@ class Training:
             pass_by(f"between, {index}")
             loss.backward()
             losses.append(loss.detach())
-        numbers = gradients(self.model)
+        numbers = {"loss": torch.stack(losses), **gradients(self.model)}
         self.optimizer.step()
-        return {"loss": torch.stack(losses), **numbers, **weights(self.model)}
+        return numbers | weights(self.model)
 
 
 # ---------------------------------------------------------------------- how it fails

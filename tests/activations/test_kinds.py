@@ -172,8 +172,7 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_one_storage_is_written_and_read_once(name, engine):
     function, sizes = VIEWS[name]
-    model, expected = with_gradients(function)
-    engine.attach(model)
+    model, expected = with_gradients(function, engine)
     loss = model()
     on_disk(engine)
     assert written(engine) == sizes
@@ -192,8 +191,7 @@ def test_loaded_bytes_go_when_their_last_view_was_used(engine):
     for part in parts:
         part.backward(retain_graph=True)
     assert engine.metrics()["offload/memory/pinned_bytes"] > 0
-    usage = engine._resources.pool.usage()
-    assert usage.lent_bytes == 0, "something is still in memory"
+    assert engine._resources.pool.usage().lent_bytes == 0, "something is still in memory"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,8 @@ def test_the_options_say_what_leaves(disk, options, leave):
         u = torch.exp(z * 1)  # 128
         return torch.exp(torch.cat([z, u]) * 1).sum()  # 256
 
-    model, grads = with_gradients(function)
     with activations_only(disk, **options) as engine:
-        engine.attach(model)
+        model, grads = with_gradients(function, engine)
         loss = model()
         on_disk(engine)
         assert written(engine) == leave
@@ -244,6 +241,10 @@ class Model(nn.Module):
         self.register_buffer("table", torch.ones(8, 8), persistent=False)
 
 
+def quantized():
+    return torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
+
+
 def registry_of(model):
     registry = ParameterRegistry()
     registry.add_module(model)
@@ -251,7 +252,7 @@ def registry_of(model):
     return registry
 
 
-def _given_up():
+def _given_up(_):
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -311,14 +312,12 @@ KINDS = {
         "opaque": lambda m: torch.eye(4).to_mkldnn(),
     },
     Stays.NESTED: {"nested": lambda m: _nested()},
-    Stays.QUANTIZED: {
-        "quantized": lambda m: torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
-    },
+    Stays.QUANTIZED: {"quantized": lambda m: quantized()},
     Stays.EMPTY: {
         "without data": lambda m: torch.empty(4, device="meta"),
         "without elements": lambda m: torch.empty(4, 0),
         "zeros that only say so": lambda m: torch._efficientzerotensor(4),
-        "without its memory": lambda m: _given_up(),
+        "without its memory": _given_up,
     },
     Stays.INFERENCE: {"of an inference": lambda m: _inference()},
     Stays.TRANSFORM: {"what a transform wraps": lambda m: _wrapped()},
@@ -351,7 +350,6 @@ def test_an_address_means_nothing_once_its_weight_is_gone():
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_stays_is_counted_and_each_kind_named_once(caplog):
     counts = UnsupportedTensors()
-    quantized = torch.quantize_per_tensor(noise(4, 4), 0.1, 0, torch.qint8)
     with caplog.at_level(logging.INFO, "offload_strategy"):
         counts.note(Stays.WEIGHT, noise(4), 0)
         counts.note(Stays.EMPTY, noise(0), 0)
@@ -360,10 +358,8 @@ def test_what_stays_is_counted_and_each_kind_named_once(caplog):
             counts.note(Stays.SUBCLASS, wrapper(), 0)
             counts.note(Stays.LAYOUT, torch.eye(4).to_sparse(), 0)
             counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr(), 0)
-            counts.note(Stays.QUANTIZED, quantized, 1000)
+            counts.note(Stays.QUANTIZED, quantized(), 1000)
     assert counts.nbytes == 3 * 2 * 256 + 3 * 80 + 3 * 88 + 3 * 16
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert "two_tensor.TwoTensor (512 B) stays in memory" in said[0]
-    assert "torch.sparse_coo" in said[1]
-    assert "torch.sparse_csr" in said[2]
+    told = ("two_tensor.TwoTensor (512 B) stays in memory", "torch.sparse_coo", "torch.sparse_csr")
+    for said, words in zip(caplog.messages, told, strict=True):
+        assert words in said

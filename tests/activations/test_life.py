@@ -3,8 +3,8 @@
 import errno
 import gc
 import itertools
-import os
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,7 +13,14 @@ from torch import nn
 from offload_strategy import OffloadError, StorageError, TierFullError
 from offload_strategy.activations.tier_writes import TierWrites
 from tests.activations.support import Calls, X, network, noise, with_gradients
-from tests.training import activations_only, assert_same_bits, gradients, left_bytes, on_disk
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    break_disk,
+    gradients,
+    left_bytes,
+    on_disk,
+)
 
 
 def tickets(engine):
@@ -131,8 +138,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine):
 
 # ---------------------------------------------------------------------- when things end early
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     stored = model()
     on_disk(engine)
     with engine.forward():
@@ -150,30 +156,18 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(engine):
 
 
 def test_what_left_comes_back_after_the_model_was_detached(engine):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     engine.detach_model(model)
     on_disk(engine)
     loss.backward()
     assert_same_bits(gradients(model), expected)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks_always_called
-
-
-def break_disk(patch, call, number):
-    """Let a system call fail."""
-
-    def broken(*args):
-        raise OSError(number, os.strerror(number))
-
-    patch.setattr(os, call, broken)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"):
+        assert not getattr(model, hooks)
 
 
 def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     loss = model()
     on_disk(engine)
     with monkeypatch.context() as patch:
@@ -189,18 +183,16 @@ def test_a_read_that_fails_is_told_in_backward(engine, monkeypatch):
     ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
 )
 def test_a_write_that_fails_is_told_at_the_next_forward(engine, monkeypatch, number, error_class):
-    model, expected = with_gradients(_sines)
-    engine.attach(model)
+    model, expected = with_gradients(_sines, engine)
     with monkeypatch.context() as patch:
         break_disk(patch, "pwritev", number)
-        told = False
-        try:
+        loss = None
+        # Unless the first of several saved tensors has failed before the last was put.
+        with suppress(error_class):
             loss = model()
             with pytest.raises(error_class):
                 on_disk(engine)
-        except error_class:
-            told = True  # the first of several saved tensors failed before the last was put
-    if not told:
+    if loss is not None:
         loss.backward()
         assert_same_bits(gradients(model), expected)
     with pytest.raises(error_class, match=r"could not write .* of activations"):
@@ -213,7 +205,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
         host = engine._resources.memory_tiers["host"]
-        found = [entry for _, entry in engine._resources.store._registry._tickets.values()]
+        found = engine._resources.store._registry._tickets.values()
         next_uses = {entry.next_use: entry.tier is host for entry in found if entry.nbytes == 32768}
         in_memory = [next_uses[next_use] for next_use in sorted(next_uses)]
         assert in_memory == [True] * 3 + [False] * (len(in_memory) - 3)
@@ -235,8 +227,7 @@ def test_items_wait_for_each_other_as_long_as_they_are_a_small_share_of_a_pass(e
         return value.sum()
 
     seen = [[]]
-    model, expected = with_gradients(chain)
-    engine.attach(model)
+    model, expected = with_gradients(chain, engine)
     for _ in range(2):
         seen.append([])
         model.zero_grad()

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime import lifetime_plan as plans
@@ -88,8 +87,7 @@ class Training:
         return stayed
 
     def forward(self, kinds="a" * LAYERS, nbytes=ITEM):
-        trace = Trace(started_at=0.0)
-        storages = []
+        trace, storages = Trace(started_at=0.0), []
         for number, kind in enumerate(kinds):
             self.change(nbytes)
             trace.saved_bytes += nbytes
@@ -108,8 +106,7 @@ class Training:
             if storages[number] is None:
                 self.change(ITEM)
             trace.used(number)
-            seconds = len(storages) + 2.0 * len(trace.uses)
-            trace.uses[-1] = (number, seconds, 0.0)
+            trace.uses[-1] = (number, len(storages) + 2.0 * len(trace.uses), 0.0)
             self.budget.uses(trace, 0, ITEM)
             storages[number] = None
             self.change(-ITEM)
@@ -199,9 +196,8 @@ def test_longer_sequences_than_planned_for_leave_what_should_have_stayed():
 def test_a_limit_that_cannot_be_kept_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, logger="offload_strategy"):
         training = Training(limit=110 * MiB, others=100 * MiB, passes=5)
-    told = [record for record in caplog.records if "cannot be kept" in record.message]
-    assert len(told) == 1
-    assert plans.CHECKPOINT in told[0].message
+    (told,) = (message for message in caplog.messages if "cannot be kept" in message)
+    assert plans.CHECKPOINT in told
     assert not any(training.step()), "everything leaves"
 
 
@@ -319,8 +315,7 @@ class Net(nn.Module):
 def limited(directory, **planning):
     planning = {"device_memory": "auto", **planning}
     config = settings(directory, optimizer={"enabled": False}, planning=planning)
-    config["activations"] = {"min_size": 1}
-    return config
+    return {**config, "activations": {"min_size": 1}}
 
 
 def train(model, lengths, engine=None):
@@ -357,10 +352,8 @@ def test_an_engine_plans_and_keeps_to_a_file(tmp_path):
     with OffloadEngine(limited(tmp_path, plan=str(file))) as engine:
         assert_same_history(train(Net(), lengths[:4], engine), plain[:4])
         figures = engine.metrics()
-    leave, stay = (
-        sum(tensor.nbytes for tensor in tensors)
-        for tensors in (profile.tensors[:3], profile.tensors[3:])
-    )
+    leave = sum(tensor.nbytes for tensor in profile.tensors[:3])
+    stay = sum(tensor.nbytes for tensor in profile.tensors[3:])
     assert figures["offload/activations/step_saved_bytes"] > leave
     # What is still on its way when backward begins stays.
     assert figures["offload/activations/step_left_bytes"] <= leave

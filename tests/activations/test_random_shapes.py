@@ -54,8 +54,7 @@ def gradients_of(model, step, engine=None):
     torch.manual_seed(step)
     x = torch.randn(2, chance.randint(1, LONGEST), WIDTH)
     model.zero_grad()
-    branch = chance.choice(("once", "twice", "recurrent", "squashed"))
-    loss = model(x, branch).pow(2).mean()
+    loss = model(x, chance.choice(("once", "twice", "recurrent", "squashed"))).pow(2).mean()
     if engine is not None and step % 3 == 0:
         on_disk(engine)
     loss.backward()
@@ -67,9 +66,7 @@ def run(engine):
     model, twin = Mixture(), Mixture()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine.attach(model)
-    rss = []
-    held = []
-    loads = 0
+    rss, held, loads = [], [], 0
     for step in range(STEPS):
         got = gradients_of(model, step, engine)
         if step % 25 == 0:
@@ -108,7 +105,6 @@ def test_three_hundred_steps_leave_memory_flat(disk):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # As much as a few steps need: more would fill for a while, with buffers of ever new sizes.
-    small = {"pinned": "8MiB"}
-    config = settings(Path(sys.argv[1]), optimizer={"enabled": False}, memory=small)
+    config = settings(Path(sys.argv[1]), optimizer={"enabled": False}, memory={"pinned": "8MiB"})
     with OffloadEngine(config) as offloading:
         print(json.dumps(run(offloading)))

@@ -34,12 +34,7 @@ def _without_early_stop(region, x):
 
 
 def _nested(outer, inner):
-    """A region in the middle of a region."""
-
-    def around(region, x):
-        return outer(lambda y: inner(region, y.tanh()).sin(), x)
-
-    return around
+    return lambda region, x: outer(lambda y: inner(region, y.tanh()).sin(), x)
 
 
 WAYS = {

@@ -172,8 +172,7 @@ def _in_bfloat16(model, data):
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
 def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
-    saved = []
-    model = build(kind)
+    saved, model = [], build(kind)
     # Copies of weights are told by what they hold.
     casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}
     try:

@@ -149,7 +149,6 @@ def build(kind: str, reentrant: bool | None = None) -> Any:
 
 
 def batch(kind: str, number: int) -> Batch:
-    """The same data for the same number, every time."""
     generator = torch.Generator().manual_seed(number)
     if kind in ("ViT", "ResNet"):
         images = torch.randn(2, 3, 16, 16, generator=generator)
@@ -159,7 +158,6 @@ def batch(kind: str, number: int) -> Batch:
 
 
 def loss_of(model: Any, data: Batch) -> torch.Tensor:
-    """The loss of a forward pass."""
     output = model(**data)
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     return loss

@@ -72,8 +72,7 @@ def test_the_progress_bar_shows_the_rates(pl, tmp_path, capsys):
 @pytest.mark.parametrize("callback", [OffloadMonitor, MicroBatchHints])
 def test_a_trainer_without_an_engine_is_refused(pl, tmp_path, callback):
     module = make_module(pl)
-    message = rf'{callback.__name__} finds no engine.*"ssd_offload"'
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf'{callback.__name__} finds no engine.*"ssd_offload"'):
         fit(pl, tmp_path, "auto", module, callbacks=[callback()])
     assert module.losses == []
     # Nothing trains here, so nothing is missing.

@@ -65,7 +65,6 @@ def test_any_size_is_saved(size, target, way):
 
 
 def mapped(path):
-    """Whether this process has a file in its memory map."""
     return str(path) in Path("/proc/self/maps").read_text()
 
 
@@ -218,8 +217,6 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
 
 # ---------------------------------------------------------------------- what goes wrong
 class Unwilling:
-    """Cannot be pickled."""
-
     def __init__(self, error):
         self.error = error
 
@@ -299,8 +296,7 @@ def test_files_of_other_names_and_links_are_left_alone(target, tmp_path):
     other.write_bytes(b"half")
     partial(target).symlink_to(elsewhere)
     save(STATE, target)
-    assert other.read_bytes() == b"half"
-    assert elsewhere.read_bytes() == b"mine"
+    assert (other.read_bytes(), elsewhere.read_bytes()) == (b"half", b"mine")
     assert partial(target).is_symlink()
     other.unlink()
     partial(target).unlink()

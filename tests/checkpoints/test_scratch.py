@@ -17,6 +17,7 @@ from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.io.regions.unnamed_files import PageFile
 from offload_strategy.units import MiB
 from tests.conftest import deleted_files
+from tests.support import raising
 from tests.training import bits
 
 
@@ -89,8 +90,7 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
     copies = filled([disk], LARGE, LARGE + 1)
     (name,) = deleted_files() - before
     status = opened(name).stat()
-    assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_nlink == 0
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     bytes_before = opened(name).read_bytes()
     copies[0].zero_()
     last = copies[1].add_(1)
@@ -139,10 +139,7 @@ def test_the_next_directory_is_taken_where_the_first_one_is_gone(is_last, disk, 
 
 
 def test_a_write_that_fails_says_where(disk, monkeypatch):
-    def fail(self, view, offset):
-        raise OSError(5, os.strerror(5))
-
-    monkeypatch.setattr(PageFile, "write", fail)
+    monkeypatch.setattr(PageFile, "write", raising(OSError(5, os.strerror(5))))
     with (
         ScratchFile([disk]) as file,
         pytest.raises(StorageError, match=rf"469.*KiB of optimizer states .*{disk}: Input/output"),

@@ -3,12 +3,9 @@
 import pytest
 
 from offload_strategy.cli import main
+from tests.support import no_environment
 
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+__all__ = ["no_environment"]
 
 
 @pytest.fixture

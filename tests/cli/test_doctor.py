@@ -72,7 +72,7 @@ def test_without_a_path_those_of_the_config_are_looked_at(disk, doctor, tmp_path
     checks = doctor("--json", config=config(tiers=tiers))
     assert checks["config"]["found"] == "tiers: host, nvme"
     assert checks[f"{disk}: space"]["found"] == "64 MiB can be used"
-    tiers[1] |= {"path": str(tmp_path / "missing")}
+    tiers[1]["path"] = str(tmp_path / "missing")
     text = doctor(status=1, config=config(tiers=tiers))
     assert "mkdir -p -m 700" in text
     assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
@@ -201,9 +201,8 @@ def test_what_other_processes_of_the_cgroup_have_is_not_available(
 ):
     memory = SimpleNamespace(available=50_000_000_000)
     monkeypatch.setattr(memory_limits.psutil, "virtual_memory", lambda: memory)
-    files = {"proc/self/cgroup": cgroup, limit: "40000000000"}
     own = psutil.Process().memory_info().rss
-    root = tree(tmp_path, files)
+    root = tree(tmp_path, {"proc/self/cgroup": cgroup, limit: "40000000000"})
     assert 40_000_000_000 - 2 * own < available_bytes(root) < 40_000_000_000 - own // 2
     tree(tmp_path, {f"{limit.rpartition('/')[0]}/memory.stat": statistics})
     assert available_bytes(root) == 9_000_000_000

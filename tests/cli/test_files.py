@@ -18,6 +18,8 @@ from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.predicted_and_measured import Change
 from offload_strategy.telemetry import Direction
 
+pytestmark = pytest.mark.usefixtures("rates_cache")
+
 
 # ---------------------------------------------------------------------------- configs
 def test_show_prints_the_whole_config_with_defaults(ssd_offload, monkeypatch):
@@ -41,8 +43,7 @@ def test_check_accepts_a_good_file_and_refuses_a_wrong_one_with_one_message(ssd_
 
 
 def test_the_schema_is_printed_and_presets_are_listed_with_what_they_do(ssd_offload):
-    schema = json.loads(ssd_offload("config", "schema").out)
-    assert schema == OffloadConfig.model_json_schema()
+    assert json.loads(ssd_offload("config", "schema").out) == OffloadConfig.model_json_schema()
     lines = ssd_offload("config", "presets").out.splitlines()
     assert [line.split()[0] for line in lines] == ["activations", "full", "optimizer"]
     assert "whether or not they would fit in memory" in lines[1]
@@ -54,12 +55,6 @@ def test_an_unknown_command_ends_with_status_2(words, ssd_offload):
 
 
 # ---------------------------------------------------------------------------- reports
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(history.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
     pytest.importorskip("plotly")
     file, page = tmp_path / "run.json", tmp_path / "page.html"
@@ -80,23 +75,20 @@ def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_pa
     assert "engine.report().save" in said
 
 
-def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, monkeypatch):
-    nothing = f"Nothing is known of any path yet. It will be kept in {cache}."
+def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, rates_cache, monkeypatch):
+    nothing = f"Nothing is known of any path yet. It will be kept in {rates_cache}."
     assert nothing in ssd_offload("report").out
     date = "2026-01-02T03:04:05+00:00"
-    history.save_rates(
-        history.PathIdentity("node7", "/mnt/nvme0", 1, 4, "PosixBackend", 4),
-        {
-            Direction.READ: history.MeasuredRate(3.25e9, "observed", 2**40, 7, date),
-            Direction.WRITE: history.MeasuredRate(1.5e9, "probe", 2**30),
-        },
-    )
+    rates = {
+        Direction.READ: history.MeasuredRate(3.25e9, "observed", 2**40, 7, date),
+        Direction.WRITE: history.MeasuredRate(1.5e9, "probe", 2**30),
+    }
+    history.save_rates(history.PathIdentity("node7", "/mnt/nvme0", 1, 4, "PosixBackend", 4), rates)
     text = ssd_offload("report").out
     assert "| /mnt/nvme0 | node7 | 4 | read | 3.25 | 7 runs | 1 TiB | 2026-01-02T03:04:05" in text
     assert "| /mnt/nvme0 | node7 | 4 | write | 1.5 | probe | 1 GiB |" in text
     (found,) = json.loads(ssd_offload("report", "--json").out)
-    assert found["path"] == "/mnt/nvme0"
-    assert found["read"]["rate"] == 3.25e9
+    assert (found["path"], found["read"]["rate"]) == ("/mnt/nvme0", 3.25e9)
     monkeypatch.setenv(history.CACHE_VARIABLE, "")
     assert "Nothing is kept of paths" in ssd_offload("report").out
 
@@ -146,8 +138,7 @@ def init(ssd_offload, tmp_path, monkeypatch):
 
 
 def test_it_writes_a_launch_file_that_is_valid_and_says_how_to_launch(init, ssd_offload, tmp_path):
-    printed = init().out
-    assert printed.endswith("\n    accelerate launch --config offload.yaml train.py\n")
+    assert init().out.endswith("\n    accelerate launch --config offload.yaml train.py\n")
     text = (tmp_path / "offload.yaml").read_text()
     assert "free memory" in text.partition("\n")[0]
     (line,) = [line for line in text.splitlines() if "GB/s" in line]

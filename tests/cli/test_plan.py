@@ -27,7 +27,6 @@ BOUNDED = f"{SEARCHED} --search --sequence 1024 --max-batch 16"
 ON_CPU = f"{SMALL} --vocabulary 8192 --sequence 256 --max-batch 8 --search --device cpu"
 RATES = "--read 0.6 --write 0.5"
 HERE = "--device cpu --host-memory 16GiB"
-CORES = Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 #: The config.json of a small model.
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8},
@@ -43,7 +42,7 @@ def known_cores(monkeypatch, tmp_path):
 
     def measured(shape, sequence, **given):
         asked.append((shape, sequence, given))
-        return CORES
+        return Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     monkeypatch.setattr(plan_search, "measured_cores", measured)
@@ -88,8 +87,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     data = plan(f"{tmp_path} {HERE} {RATES} --json")
     rates = [one["tokens_per_second"] for one in data["candidates"]]
     needs = [one["needs_bytes"]["memory"] for one in data["candidates"]]
-    assert rates == sorted(rates, reverse=True)
-    assert needs == sorted(needs, reverse=True)
+    assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
     assert needs[0] > needs[-1]
     # With less memory than the last one needs, nothing fits.
     less = f"{tmp_path} --device cpu {RATES} --host-memory {int(0.84 * needs[-1] / MiB)}MiB"
@@ -101,8 +99,8 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
     assert advice["drives"] == "16x does not make it twice as fast, nor does less"
     assert "makes it more than 99x as fast" in advice["GPU"]
 
-    shrunken = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
-    shrunken = transformers.LlamaConfig(**LLAMA | shrunken)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256}
+    shrunken = transformers.LlamaConfig(**LLAMA | sizes)
 
     def losses(config):
         torch.manual_seed(0)
@@ -117,8 +115,7 @@ def test_three_configs_train_a_shrunken_model(known_cores, plan, ssd_offload, tm
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(loss.item())
-            written = engine.metrics()["offload/optimizer/written_bytes"]
-        return found, written
+            return found, engine.metrics()["offload/optimizer/written_bytes"]
 
     plain, _ = losses(None)
     for name, text in configs.items():
@@ -145,8 +142,7 @@ def test_files_are_overwritten_only_by_force(known_cores, ssd_offload, tmp_path,
         return {way: found[way] for way in ("fastest", "cheapest")}
 
     monkeypatch.setattr(plan_search, "three_ways", two)
-    printed = ssd_offload(*words, "--force").out
-    assert f"# cheapest\nis in {cheapest}\n" in printed
+    assert f"# cheapest\nis in {cheapest}\n" in ssd_offload(*words, "--force").out
     assert OffloadConfig.load(cheapest).parameters.enabled is True
     assert OffloadConfig.load(file).parameters.enabled is False
     assert not (tmp_path / "plan-in-between.yaml").exists()
@@ -159,8 +155,7 @@ def test_status_1_says_what_does_not_fit_and_writes_nothing(known_cores, plan, t
     for what in ("device memory is", "host memory is", "disk is", "not even a batch of 1 fits"):
         assert what in text
     file = tmp_path / "found.yaml"
-    searched = plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
-    assert "Nothing fits." in searched
+    assert "Nothing fits." in plan(f"{words} --max-batch 16 --search --write-config {file}", 1)
     assert not file.exists()
     printed = plan(f"llama3-70b {HERE}", 1)
     assert "To make it fit:\n\n- memory is " in printed
@@ -222,10 +217,9 @@ def test_the_gpu_of_this_machine_is_planned_for(known_cores, plan, ssd_offload, 
     assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
 
 
-def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
+def test_rates_that_a_plan_has_measured_are_remembered(known_cores, plan, tmp_path, rates_cache):
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
-    assert [one.sources["read_GBps"] for one in (first, second)] == ["measured", "remembered"]
+    assert [one.sources["read"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)
     assert f"(remembered on {tmp_path})" in plan(f"gpt2 {HERE}")
 
@@ -351,10 +345,8 @@ def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path,
 
 
 def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, plan):
-    small, large = (
-        plan(f"{ON_CPU} {RATES} --host-memory 64GiB --tolerance {tolerance} --json")
-        for tolerance in (0.2, 0)
-    )
+    words = f"{ON_CPU} {RATES} --host-memory 64GiB"
+    small, large = (plan(f"{words} --tolerance {tolerance} --json") for tolerance in (0.2, 0))
     assert small["candidates"][0]["batch"] < large["candidates"][0]["batch"] == 8
 
 

@@ -18,8 +18,6 @@ def profile(tmp_path):
 
 @pytest.fixture
 def plan(ssd_offload, profile):
-    """Runs the command with the profile and returns what it prints."""
-
     def run(*words, status=0):
         return ssd_offload("plan", "--profile", profile, *words, status=status).out
 

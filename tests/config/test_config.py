@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from offload_strategy import ConfigError
-from offload_strategy.config import (
-    ActivationsConfig,
-    OffloadConfig,
-    presets,
-)
+from offload_strategy.config import ActivationsConfig, OffloadConfig, presets
 from offload_strategy.units import GiB, KiB, MiB, TiB
+from tests.module_map import ROOT
+from tests.support import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 
 CONTRACT = """
@@ -35,12 +30,6 @@ parameters:  {enabled: false, tiers: [nvme0], blocks_in_flight: 2}
 io:          {backend: auto, threads: 4, block_size: 4MiB, direct: auto, checksum: false, encryption: false}
 memory:      {pinned: 4GiB}
 """  # noqa: E501
-
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    monkeypatch.delenv("SSD_OFFLOAD_CONFIG", raising=False)
-    monkeypatch.delenv("SSD_OFFLOAD_DIR", raising=False)
 
 
 def tier(**options):
@@ -135,8 +124,7 @@ def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
     assert "block_size: 4MiB" in file.read_text()
     assert OffloadConfig.load(file) == config
     assert OffloadConfig.load(config) is config
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     with pytest.raises(ValidationError, match="frozen"):
         config.activations.enabled = False
 
@@ -222,6 +210,9 @@ def test_files_that_hold_no_config(content, words, tmp_path):
         ({"activations": {"budget": "much"}}, "activations.budget", "or 'auto'"),
         ({"optimizer": {"subgroup_size": 0}}, "optimizer.subgroup_size", "at least one"),
         ({"optimizer": {"overlap": True}}, "optimizer.overlap", "'commit'"),
+        ({"io": {"threads": True}}, "io.threads", "not true or false"),
+        ({"parameters": {"blocks_in_flight": True}}, "parameters.blocks_in_flight", "a number"),
+        ({"report": "$NO_WHERE/run.json"}, "report", "$NO_WHERE, which is not set"),
         ({"io": {"threads": 0}}, "io.threads", "greater than or equal to 1"),
         ({"io": {"block_size": "1000B"}}, "io.block_size", "direct I/O moves whole pages"),
         ({"io": {"block_size": 0}}, "io.block_size", "must be a positive multiple of 4096 bytes"),
@@ -252,9 +243,8 @@ def test_what_cannot_be_a_source_is_refused():
 
 def test_one_message_has_all_problems_and_names_the_source(tmp_path):
     message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
-    assert "2 problems" in message
-    assert "activations.min_sise" in message
-    assert "io.threads" in message
+    for words in ("2 problems", "activations.min_sise", "io.threads"):
+        assert words in message
     file = tmp_path / "launch.yaml"
     file.write_text("num_processes: 1\nssd_offload_config: {optimizer: {overlapp: off}}")
     message = refusal(file)
@@ -269,8 +259,7 @@ def test_one_message_has_all_problems_and_names_the_source(tmp_path):
 )
 def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
     section = ActivationsConfig(budget=budget)
-    assert section.budget_fraction() == fraction
-    assert section.budget_bytes() == size
+    assert (section.budget_fraction(), section.budget_bytes()) == (fraction, size)
 
 
 def test_every_key_has_a_description():
@@ -292,11 +281,8 @@ def test_every_key_has_a_description():
 
 
 def test_reading_a_config_imports_no_torch():
-    code = (
-        "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    code = "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
+    run_python("-c", f"{code} sys.exit('torch' in sys.modules)")
 
 
 def test_our_launch_file_has_a_config_and_accelerate_accepts_its_rest(tmp_path):

@@ -1,8 +1,6 @@
 """Where directories of tiers lie, what their file systems are, and which ones are refused."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -20,14 +18,8 @@ from offload_strategy.config import (
 )
 from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from tests.io.loop_devices import loop_disk
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    monkeypatch.delenv("SSD_OFFLOAD_CONFIG", raising=False)
-    monkeypatch.delenv("SSD_OFFLOAD_DIR", raising=False)
+from tests.module_map import ROOT
+from tests.support import run_python
 
 
 def test_a_path_is_expanded_and_absolute(monkeypatch):
@@ -39,6 +31,10 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
 
     assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
     assert path("~/offload") == Path("/home/me/offload")
+    planning = {"device_memory": "1GiB", "plan": "$SCRATCH/plan.json"}
+    config = OffloadConfig(report="~/run.json", planning=planning, activations={"enabled": True})
+    assert config.report == Path("/home/me/run.json")
+    assert config.planning.plan == Path("/scratch/me/plan.json")
     assert path("offload") == Path.cwd() / "offload"
     monkeypatch.setenv("SCRATCH", "/scratch/$weird")
     assert path("${SCRATCH}/offload") == Path("/scratch/$weird/offload")
@@ -49,10 +45,10 @@ def test_a_path_is_expanded_and_absolute(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 def test_the_default_directory_is_never_in_memory(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
+    there = tmp_path / "not" / "there"
+    monkeypatch.setattr("tempfile.tempdir", str(there))
     monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
-    memory = kind == "tmpfs"
-    assert default_directory() == (Path("/var/tmp") if memory else tmp_path / "not" / "there")
+    assert default_directory() == (Path("/var/tmp") if kind == "tmpfs" else there)
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     assert OffloadConfig().tiers == [TierConfig(name="ssd", kind="ssd", path=tmp_path)]
 
@@ -81,14 +77,14 @@ def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused():
                 os.chown(place, 65534, 65534)
         places[2].parent.chmod(0o700 if os.getuid() == 0 else 0o000)
         Path(folder).chmod(0o755)
-        command = [sys.executable, "-c", AS_ANOTHER_USER, *map(str, places)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-        for place in (*places[:2], places[2].parent):
-            place.chmod(0o700)
-        assert done.returncode == 0, done.stderr
+        try:
+            said = run_python("-c", AS_ANOTHER_USER, *places, timeout=280, env=environment)
+        finally:
+            for place in (*places[:2], places[2].parent):
+                place.chmod(0o700)
         reasons = 2 * ["not writable for this user"] + ["cannot be reached: Permission denied"]
-        for place, told, reason in zip(places, done.stdout.splitlines(), reasons, strict=True):
+        for place, told, reason in zip(places, said.splitlines(), reasons, strict=True):
             assert all(words in told for words in ("'nvme'", str(place), reason))
             assert list(place.iterdir()) == []
 

@@ -79,9 +79,8 @@ class Call:
                 torch.randn_like(end) if end.layout is torch.strided else torch.ones_like(end)
                 for end in ends
             ]
-            found = torch.autograd.grad(
-                ends, starts, incoming, allow_unused=True, create_graph=self.twice
-            )
+            options = {"allow_unused": True, "create_graph": self.twice}
+            found = torch.autograd.grad(ends, starts, incoming, **options)
             outputs = [grad for grad in found if grad is not None]
             numbers |= {f"{order} {place}": each for place, each in enumerate(outputs)}
         return numbers
@@ -91,7 +90,7 @@ class Comparison:
     """Compares calls; `compared` counts those that plain PyTorch can differentiate."""
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.compared = 0
         self.different: list[str] = []
 
@@ -106,9 +105,7 @@ class Comparison:
         self.compared += 1
         waits = self.compared % 2 == 1
         try:
-            got = call.numbers(
-                self._engine.forward, lambda: on_disk(self._engine) if waits else None
-            )
+            got = call.numbers(self.engine.forward, lambda: on_disk(self.engine) if waits else None)
         except Exception as error:
             self.different.append(f"{name}: {error!r}")
             return

@@ -6,6 +6,7 @@ reads end late.
 
 import itertools
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from torch.optim import Optimizer
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import (
-    OptimizerInfo,
-    OptimizerInput,
     _get_optim_inputs_including_global_cliquey_kwargs,
     optim_db,
 )
@@ -72,9 +71,7 @@ MODULES = {info.name: info for info in module_db}
 def test_every_sample_of_a_module_is_the_same(name, engine):
     info, comparison = MODULES[name], Comparison(engine)
     for dtype in (torch.float32, torch.float64):
-        samples = info.module_inputs_func(
-            info, device="cpu", dtype=dtype, requires_grad=True, training=True
-        )
+        samples = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=True)
         for number, sample in enumerate(samples):
             if sample.forward_input is not None:
                 add_module(comparison, f"{dtype}, sample {number}", info.module_cls, sample, dtype)
@@ -82,7 +79,6 @@ def test_every_sample_of_a_module_is_the_same(name, engine):
 
 
 def add_module(comparison, label, kind, sample, dtype):
-    """Compare a call of a module that is made for it."""
     made, given = sample.constructor_input, sample.forward_input
     torch.manual_seed(0)
     module = kind(*made.args, **made.kwargs).to(dtype).train()
@@ -105,8 +101,6 @@ _SHAPES = ((), (3,), (0,), (5, 7), (1, 1), (2, 3, 4), (64, 80))
 _MATRICES = ((5, 7), (1, 1), (33, 20), (64, 80))
 _IN_MEMORY = ("LBFGS", "SparseAdam")
 
-Case = tuple[OptimizerInfo, OptimizerInput, str, int]
-
 
 def _name(case):
     info, given, overlap, size = case
@@ -114,11 +108,8 @@ def _name(case):
 
 
 def _cases():
-    inputs = [
-        (info, given)
-        for info in optim_db
-        for given in _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
-    ]
+    inputs_of = partial(_get_optim_inputs_including_global_cliquey_kwargs, "cpu", torch.float32)
+    inputs = [(info, given) for info in optim_db for given in inputs_of(info)]
     everything = itertools.product(inputs, ("commit", "eager", "off"), _SUBGROUP_SIZES)
     return selected([(*pair, overlap, size) for pair, overlap, size in everything], _name)
 

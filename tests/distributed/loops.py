@@ -47,10 +47,14 @@ def config(directory: Path, overlap: str, **optimizer: Any) -> dict[str, Any]:
     }
 
 
-def loss_of(net: nn.Module, tokens: torch.Tensor, *options: Any) -> torch.Tensor:
+def tokens(seed: int, rows: int = 4) -> torch.Tensor:
+    return torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(net: nn.Module, rows: torch.Tensor, *options: Any) -> torch.Tensor:
     """Of predicting each next token."""
-    logits = net(tokens[:, :-1], *options).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    logits = net(rows[:, :-1], *options).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def run_steps(

@@ -100,8 +100,6 @@ def _shortened(text: str) -> str:
 
 
 # ---------------------------------------------------------------------- in the server
-
-
 def _main() -> None:
     sys.path[0] = str(_ROOT)
     replies = os.fdopen(os.dup(1), "w")

@@ -141,12 +141,10 @@ def train_on(engine, checkpoint, doomed):
         if engine is not None and (step + 1) % EVERY == 0:
             states = optimizer.state_dict()
             if rank == 0:
-                state = {"step": step + 1, "model": net.state_dict(), "optimizer": states}
-                save(state, checkpoint)
+                save({"step": step + 1, "model": net.state_dict(), "optimizer": states}, checkpoint)
             dist.barrier()
 
-    steps = range(first, STEPS)
-    found = data_parallel(rank, engine, states=saved, steps=steps, after=after)
+    found = data_parallel(rank, engine, states=saved, steps=range(first, STEPS), after=after)
     return {**found, "first": first}
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.loops import Net, check, config, different, loss_of, same, whole
+from tests.distributed.loops import Net, check, config, different, loss_of, same, tokens, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import STREAMED
 from tests.integrations import lightning_runs
@@ -26,14 +26,12 @@ from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
 
 def use(sections, *, accelerate=False):
-    """Put a config into the environment."""
     os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(sections)
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = str(int(accelerate))
 
 
 def batches_of(rows, **options):
-    tokens = torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(tokens), batch_size=4, **options)
+    return DataLoader(TensorDataset(tokens(1, rows)), batch_size=4, **options)
 
 
 def settings_of(directory, overlap, *, streamed):
@@ -121,13 +119,11 @@ def with_fabric(rank, directory):
             use(settings)
             ours = fabric_fit(family, "ssd_offload", clip, place, name, resumed)
             check_with_strategy(plain, ours, family, name, moved=moved)
-        files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
-        assert same(*files)
+        assert same(*[torch.load(place / name, weights_only=False) for name in ("plain", "ours")])
         dist.barrier()
 
 
 def check_with_strategy(plain, ours, *case, kind="DataParallel", **moved):
-    """Check a run with a strategy of ours."""
     assert ours.pop("class") == f"SSDOffload{kind}Strategy"
     check(case, {key: plain[key] for key in ours}, ours, **moved)
 
@@ -253,8 +249,6 @@ def with_the_trainer(rank, directory):
 
 # ---------------------------------------------------------------------- Lightning
 class Behaviour(lightning_runs.Behaviour):
-    """With a net for tokens."""
-
     def __init__(self):
         super().__init__(scheduler=True)
         self.net = Net()
@@ -267,8 +261,6 @@ class Behaviour(lightning_runs.Behaviour):
 
 
 class Sharded(Behaviour):
-    """The same with FSDP2."""
-
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         if not isinstance(self.net, FSDPModule):

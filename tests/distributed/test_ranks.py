@@ -20,9 +20,10 @@ from offload_strategy.cli import main
 from offload_strategy.errors import ConfigError, OffloadError, TierFullError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from tests.distributed.loops import STEPS, Net, check, config, run_steps, same
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, same, tokens
 from tests.distributed.ranks import run_ranks
 from tests.optimizer import custom_optimizers
+from tests.support import raising
 from tests.training import assert_same_bits, moved, settings, weights
 
 
@@ -71,19 +72,9 @@ class Recomputed(nn.Module):
 
 
 def train(
-    rank,
-    engine,
-    *,
-    optimizer="AdamW",
-    blocks=None,
-    steps=range(STEPS),
-    states=None,
-    order="together",
-    after=lambda step, net, optimizer: None,
-    loop=None,
-    on_first=False,
-    **ddp,
-):
+    rank, engine, *, optimizer="AdamW", blocks=None, steps=range(STEPS), states=None,
+    order="together", after=lambda step, net, optimizer: None, loop=None, on_first=False, **ddp,
+):  # fmt: skip
     """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
 
     `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states. Others
@@ -105,12 +96,8 @@ def train(
         used.load_state_dict(states["optimizer"])
         net.load_state_dict(states["model"])
 
-    def tokens_of(step, micro):
-        data = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-        return torch.randint(0, 96, (4, 17), generator=data)
-
     found = run_steps(
-        model, used, engine, tokens_of, steps,
+        model, used, engine, lambda step, micro: tokens(1000 * rank + 10 * step + micro), steps,
         after=lambda step: after(step, net, used), **loop or {},
     )  # fmt: skip
     if on_first and engine is not None:
@@ -149,7 +136,6 @@ CASES = [
 
 
 def against_plain(rank, directory):
-    """Every case beside plain training."""
     for number, (case, overlaps) in enumerate(CASES):
         streams = case.pop("streams", False)
         plain = train(rank, None, **case)
@@ -185,21 +171,16 @@ def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path):
 
 # ---------------------------------------------------------------------- other numbers of ranks
 def maybe_offloading(directory, offload):
-    """An engine, if anything is to be offloaded."""
     sections = {**config(directory, "commit"), "parameters": STREAMED}
     return OffloadEngine(sections) if offload else contextlib.nullcontext()
 
 
 def one_has_no_room(step, net, optimizer):
     """Collect the states where rank 0 has no room for them: all ranks are told, and go on."""
-
-    def full(_):
-        raise TierFullError("there is no room")
-
     told = "there is no room" if dist.get_rank() == 0 else "another rank could not collect"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(ScratchFile, "open", full)
+            patch.setattr(ScratchFile, "open", raising(TierFullError("there is no room")))
         with pytest.raises(OffloadError, match=told):
             optimizer.consolidate_state_dict()
 

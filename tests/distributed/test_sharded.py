@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.loops import STEPS, Net, check, config, run_steps, whole
+from tests.distributed.loops import STEPS, Net, check, config, run_steps, tokens, whole
 from tests.distributed.ranks import run_ranks
 
 
@@ -33,19 +33,9 @@ def build(low=False, device="cpu"):
 
 
 def train(
-    rank,
-    engine,
-    *,
-    optimizer="AdamW",
-    low=False,
-    steps=range(STEPS),
-    checkpoint=None,
-    save_to=None,
-    options=None,
-    meta=False,
-    source=None,
-    **loop,
-):
+    rank, engine, *, optimizer="AdamW", low=False, steps=range(STEPS), checkpoint=None,
+    save_to=None, options=None, meta=False, source=None, **loop,
+):  # fmt: skip
     """Train a sharded net; every rank has other data, the same whatever the number of ranks.
 
     With `meta` it is built on the meta device and initialized when it is attached, or by FSDP2's
@@ -76,12 +66,9 @@ def train(
         load(loaded, checkpoint_id=checkpoint)
         state_dicts.set_model_state_dict(net, loaded["model"])
         state_dicts.set_optimizer_state_dict(net, used, loaded["optimizer"])
-    world = dist.get_world_size()
-    share = slice(rank * (8 // world), (rank + 1) * (8 // world))
 
     def tokens_of(step, micro):
-        data = torch.Generator().manual_seed(10 * step + micro)
-        return torch.randint(0, 96, (8, 17), generator=data)[share]
+        return tokens(10 * step + micro, rows=8).chunk(dist.get_world_size())[rank]
 
     found = run_steps(net, used, engine, tokens_of, steps, **loop)
     if save_to is not None:
@@ -94,12 +81,11 @@ def train(
         if name != "step"
     }
     options = state_dicts.StateDictOptions(full_state_dict=True)
-    full = state_dicts.get_optimizer_state_dict(net, used, options=options)
     return {
         **found,
         "weights": whole(net.state_dict()),
         "states": whole(state_dict),
-        "full": full,
+        "full": state_dicts.get_optimizer_state_dict(net, used, options=options),
         "kinds": sorted(kinds),
     }
 
@@ -157,7 +143,6 @@ def against_plain(rank, directory):
 
 
 def two_ranks(rank, directory):
-    """All that a rank of two does."""
     for work in (against_plain, first_half, loaded, tensor_parallel, refusals):
         work(rank, directory)
 
@@ -223,17 +208,8 @@ def tensor_parallel(rank, directory):
         assert sum(isinstance(p, DTensor) for p in net.parameters()) == 4  # two layers
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         used = made if engine is None else engine.attach(net, made)
-
-        def tokens_of(step, micro):
-            """All ranks compute the same batch."""
-            data = torch.Generator().manual_seed(step)
-            return torch.randint(0, 96, (4, 17), generator=data)
-
-        return {
-            **run_steps(net, used, engine, tokens_of),
-            "weights": whole(net.state_dict()),
-            "states": whole(used.state_dict()),
-        }
+        found = run_steps(net, used, engine, lambda step, _: tokens(step))  # the same on all ranks
+        return {**found, "weights": whole(net.state_dict()), "states": whole(used.state_dict())}
 
     plain = run(None)
     for overlap in ("commit", "eager"):
@@ -273,5 +249,4 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path):
     for size in (1, 4):
         place = tmp_path / str(size)
         place.mkdir()
-        where = "tests.distributed.test_sharded:second_half"
-        run_ranks(where, place, size, source=str(tmp_path))
+        run_ranks("tests.distributed.test_sharded:second_half", place, size, source=str(tmp_path))

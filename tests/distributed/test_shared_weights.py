@@ -18,18 +18,18 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.store import shared_tickets
 from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.telemetry import Direction
-from tests.distributed.loops import Net, check, config, run_steps
+from tests.distributed.loops import Net, check, config, run_steps, tokens
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import STREAMED, train
+from tests.support import raising
 
 STEPS = 6
 WRITTEN = "offload/parameters/written_bytes"
 
 
 def sections(directory, overlap, **others):
-    found = {**config(directory, overlap), "parameters": STREAMED, **others}
-    found["activations"] = {"enabled": False}
-    return found
+    no_activations = {"activations": {"enabled": False}}
+    return {**config(directory, overlap), **no_activations, "parameters": STREAMED, **others}
 
 
 def written_each_step(rank, engine, **options):
@@ -55,8 +55,7 @@ def bytes_of_streamed(found):
 # ---------------------------------------------------------------------- bytes
 def every_overlap(rank, directory):
     """Return, by overlap, what a rank wrote in each step, and the bytes of the streamed weights."""
-    plain = train(rank, None, steps=range(STEPS))
-    result = {}
+    plain, result = train(rank, None, steps=range(STEPS)), {}
     for overlap in ("commit", "eager", "off"):
         with OffloadEngine(sections(directory, overlap)) as engine:
             found, written = written_each_step(rank, engine)
@@ -77,14 +76,6 @@ def test_a_machine_writes_each_new_weight_once_whatever_the_number_of_ranks(tmp_
 
 
 # ---------------------------------------------------------------------- what cannot be shared
-def no_files(self):
-    return []
-
-
-def cannot_open(self, identity):
-    raise ConfigError("it cannot be opened")
-
-
 def holding(kept):
     """Hold the memory of one weight on every rank, which keeps it from being offloaded."""
 
@@ -102,8 +93,9 @@ def kept_by_each(rank, directory, what):
         if what == "encrypted":
             others = {"io": {"encryption": True}}
         elif what == "one has no files" and rank == 1:
-            patch.setattr(SharedFiles, "identities", no_files)
+            patch.setattr(SharedFiles, "identities", lambda self: [])
         elif what == "one cannot open" and rank == 0:
+            cannot_open = raising(ConfigError("it cannot be opened"))
             patch.setattr(shared_tickets.SharedFile, "__init__", cannot_open)
         elif what == "held":
             options = {"after": holding([])}
@@ -115,10 +107,8 @@ def kept_by_each(rank, directory, what):
 
 @pytest.mark.parametrize("what", ["encrypted", "one has no files", "one cannot open", "held"])
 def test_weights_that_cannot_be_shared_are_sent_and_stored_by_every_rank(tmp_path, what):
-    where = "tests.distributed.test_shared_weights:kept_by_each"
-    results = run_ranks(where, tmp_path, what=what)
-    weights = results[0][1]
-    ratio = sum(written[-1] for written, _ in results) / weights
+    results = run_ranks("tests.distributed.test_shared_weights:kept_by_each", tmp_path, what=what)
+    ratio = sum(written[-1] for written, _ in results) / results[0][1]
     # A weight that is held stays in memory, on every rank; the others are shared as ever.
     assert (0.55 < ratio < 0.7) if what == "held" else (1.8 < ratio < 2.2)
 
@@ -140,11 +130,7 @@ def trained(rank, engine):
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     optimizer = optimizer if engine is None else engine.attach(model, optimizer)
-
-    def tokens_of(step, micro):
-        return torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(step + rank))
-
-    run_steps(model, optimizer, engine, tokens_of)
+    run_steps(model, optimizer, engine, lambda step, _: tokens(step + rank))
     return net
 
 
@@ -183,9 +169,8 @@ def test_a_rank_reads_the_same_values_whatever_another_does_with_its_own(tmp_pat
 def one_is_late(rank, directory, what):
     """A rank that is slow to write, or to take over new values, is waited for."""
     plain = train(rank, None, steps=range(STEPS))
-    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
-        sections(directory, "commit")
-    ) as engine:  # fmt: skip
+    engine = OffloadEngine(sections(directory, "commit"))
+    with pytest.MonkeyPatch.context() as patch, engine:
         kept, seen, old = {}, {}, []  # the net; values by step
 
         def read_all(net):
@@ -240,16 +225,11 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, what):
 
 def one_cannot_write(rank, directory):
     """Where one rank cannot store its weights, all ranks raise in the same step."""
-
-    def share(files, ticket):
-        raise StorageError("the disk is gone")
-
     words = "the disk is gone" if rank == 1 else "another rank could not store new weights"
-    with pytest.MonkeyPatch.context() as patch, OffloadEngine(
-        sections(directory, "commit")
-    ) as engine:  # fmt: skip
+    engine = OffloadEngine(sections(directory, "commit"))
+    with pytest.MonkeyPatch.context() as patch, engine:
         if rank == 1:
-            patch.setattr(SharedFiles, "share", share)
+            patch.setattr(SharedFiles, "share", raising(StorageError("the disk is gone")))
         with pytest.raises(OffloadError, match=words) as raised:
             train(rank, engine, steps=range(1))
         assert any("Go on from the last checkpoint" in note for note in raised.value.__notes__)
@@ -270,9 +250,8 @@ def changed_by_hand(rank, directory):
     plain = train(rank, None, after=half)
     for overlap in ("commit", "eager"):
         with OffloadEngine(sections(directory, overlap)) as engine:
-            check(
-                overlap, plain, train(rank, engine, after=half), moved=("optimizer", "parameters")
-            )
+            ours = train(rank, engine, after=half)
+            check(overlap, plain, ours, moved=("optimizer", "parameters"))
 
 
 def test_weights_may_be_changed_between_steps(tmp_path):

@@ -21,7 +21,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from textwrap import dedent
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.module_map import ROOT
+
 PRELOADED = [
     "torch",
     "lightning.pytorch",
@@ -55,8 +56,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         title = _TITLE.search(match[3])
-        code = dedent(match[4])
-        yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, code)
+        yield Block(f"{page.name}:{line}", match[2], title[1] if title else None, dedent(match[4]))
 
 
 def typed_in(block: Block) -> Iterator[tuple[str, list[str]]]:
@@ -95,12 +95,7 @@ def _matches(shown: str, printed: str) -> bool:
 
 
 class Reader:
-    """Follows the blocks of one page in one folder.
-
-    Args:
-        home: an empty folder for the files of the page.
-        disk: a folder that stands for the drives that a page names, below `/mnt`.
-    """
+    """Follows the blocks of a page in an empty folder; `disk` stands for its drives in `/mnt`."""
 
     def __init__(self, home: Path, disk: Path) -> None:
         self.home, self.disk = home, disk

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.docs.reader import ROOT
+from tests.module_map import ROOT
 
 TRAINING = """
 import torch
@@ -65,12 +65,9 @@ def test_training_works_in_a_container_whose_layer_doctor_names():
     def run(*words, **variables):
         environment = {**usual, "PYTHONPATH": str(ROOT), "HOME": home, "COLUMNS": "300"}
         done = subprocess.run(
-            [*container, sys.executable, *words],
-            cwd=home,
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-        )
+            [*container, sys.executable, *words], cwd=home, env=environment | variables,
+            capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.docs.reader import ROOT, Reader, blocks_of, missing
+from tests.docs.reader import Reader, blocks_of, missing
+from tests.module_map import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md"))]

@@ -30,7 +30,6 @@ def model():
 
 
 def train(net, optimizer, count=2):
-    """A few steps; the loss of the last."""
     loss = torch.zeros(())
     for step in range(count):
         torch.manual_seed(step)
@@ -39,6 +38,14 @@ def train(net, optimizer, count=2):
         loss.backward()
         optimizer.step()
     return loss.detach()
+
+
+def trained(engine, count=2):
+    """A model that an engine has trained, and its optimizer."""
+    net = model()
+    optimizer = engine.attach(net, AdamW(net.parameters()))
+    train(net, optimizer, count)
+    return net, optimizer
 
 
 def assert_trains_by_itself(net):
@@ -64,11 +71,10 @@ def test_what_cannot_be_attached_is_refused_as_a_whole_and_with_the_reason(disk)
     empty.param_groups[0]["params"].clear()
     with torch.device("meta"):
         unmade = nn.Linear(3, 3)
-    sparse = nn.Parameter(torch.eye(3).to_sparse())
     refused = [
         ((net, LBFGS(net.parameters())), "needs a closure.*optimizer.enabled to false"),
         ((net, net.parameters()), "expected a torch.optim.Optimizer"),
-        ((net, SGD([sparse], 0.1)), "layout torch.sparse_coo"),
+        ((net, SGD([nn.Parameter(torch.eye(3).to_sparse())], 0.1)), "layout torch.sparse_coo"),
         ((None, empty), "no parameters, so there is nothing to offload"),
         ((nn.ReLU(),), "ReLU has no parameters, so there is nothing to train"),
         ((lambda x: x,), "expected a torch.nn.Module, got function"),
@@ -145,9 +151,8 @@ def test_sections_that_are_off_change_nothing(disk):
 # ---------------------------------------------------------------------- the end
 @pytest.mark.parametrize("way", ["closed twice", "an exception in the block"])
 def test_closing_takes_every_hook_off(disk, way):
-    engine, net = OffloadEngine(settings(disk)), model()
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    train(net, optimizer)
+    engine = OffloadEngine(settings(disk))
+    net, optimizer = trained(engine)
     assert not engine.closed
     if way == "closed twice":
         engine.close()
@@ -157,8 +162,7 @@ def test_closing_takes_every_hook_off(disk, way):
             raise ZeroDivisionError
     assert engine.closed
     assert our_threads() == set()
-    hooks = (net._forward_pre_hooks, net._forward_hooks, net._forward_hooks_always_called)
-    assert not any(hooks)
+    assert not any((net._forward_pre_hooks, net._forward_hooks, net._forward_hooks_always_called))
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     assert_trains_by_itself(net)
     with pytest.raises(OffloadError, match="engine is closed; create a new one"):
@@ -194,9 +198,7 @@ def test_a_clock_that_a_test_has_replaced_reaches_no_thread(disk, monkeypatch):
 def test_a_forgotten_engine_closes_itself(disk, kept):
     def forget():
         engine = OffloadEngine(settings(disk))
-        net = model()
-        optimizer = engine.attach(net, AdamW(net.parameters()))
-        train(net, optimizer)
+        net, optimizer = trained(engine)
         loss = net(torch.randn(4, 8)).sum()
         engine._resources.store.wait_for_writes()
         things = {"the model": net, "the optimizer": optimizer, "the loss": loss}
@@ -219,12 +221,13 @@ def test_a_forgotten_engine_closes_itself(disk, kept):
 
 
 # ---------------------------------------------------------------------- all of it together
+#: The capacity of host memory of configs that are no presets.
+BY_HAND = {"on disk": None, "both tiers": "4KiB"}
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    in_turn(
-        ["on disk", "both tiers", "activations", "optimizer", "full"],
-        [torch.float64, torch.float32],
-    ),
+    in_turn([*BY_HAND, "activations", "optimizer", "full"], [torch.float64, torch.float32]),
 )
 def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypatch):
     """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
@@ -259,6 +262,6 @@ def test_everything_at_once_is_the_same_as_without(disk, config, dtype, monkeypa
         return [*history, weights(net)]
 
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))  # which presets use
-    by_hand = {"on disk": settings(disk), "both tiers": settings(disk, "4KiB")}
-    metrics = same_with_and_without(run, by_hand.get(config, config))
-    assert config not in by_hand or left_bytes(metrics) > 0
+    given = settings(disk, BY_HAND[config]) if config in BY_HAND else config
+    metrics = same_with_and_without(run, given)
+    assert config not in BY_HAND or left_bytes(metrics) > 0

@@ -11,6 +11,7 @@ import time
 import weakref
 from code import InteractiveInterpreter
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.io.backends import posix
 from tests.distributed.ranks import run_ranks
-from tests.engine.test_engine import model, train
+from tests.engine.test_engine import model, train, trained
 from tests.integrations.support import python, succeeded
 from tests.training import (
     activations_only,
@@ -59,6 +60,28 @@ step()
 step()
 print("ready", flush=True)
 """
+
+
+def test_an_optimizer_that_lost_its_states_with_the_engine_goes_on_when_they_are_loaded(disk):
+    def train_twice(offload):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        inner, saved = AdamW(layer.parameters(), lr=1e-2), {}
+        for again in (False, True):
+            with OffloadEngine(settings(disk)) as engine:
+                if offload and again:
+                    for refused in (inner.step, partial(engine.attach, None, inner)):
+                        with pytest.raises(OffloadError, match="went with the earlier engine"):
+                            refused()
+                    inner.load_state_dict(saved)
+                optimizer = engine.attach(layer, inner) if offload else inner
+                for _ in range(3):
+                    layer(torch.ones(8, 64)).square().sum().backward()
+                    optimizer.step()
+                saved = optimizer.state_dict()
+        return weights(layer)
+
+    assert_same_bits(train_twice(True), train_twice(False))
 
 
 # ---------------------------------------------------------------------- ends of a process
@@ -183,10 +206,9 @@ def test_data_loader_workers_are_forked_while_training(disk, persistent):
 @FORKS
 @pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
 def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(disk, host):
-    net, batch = model(), torch.randn(4, 8)
     with OffloadEngine(settings(disk, host)) as engine:
-        optimizer = engine.attach(net, AdamW(net.parameters(), 1e-2))
-        train(net, optimizer)
+        net, optimizer = trained(engine)
+        batch = torch.randn(4, 8)
         pending = net(batch).sum()
         on_disk(engine)
         child = os.fork()
@@ -392,7 +414,7 @@ def test_an_interrupted_model_and_its_engine_are_freed_as_before(disk):
 
 
 def test_garbage_that_an_io_thread_collects_does_not_stop_the_collector(disk, monkeypatch):
-    collected = threading.Event()
+    collected, may_collect = threading.Event(), threading.Event()
     write = posix.write_all
 
     def collecting(*args):
@@ -402,7 +424,6 @@ def test_garbage_that_an_io_thread_collects_does_not_stop_the_collector(disk, mo
             gc.collect()  # as any allocation of this thread may do
             collected.set()
 
-    may_collect = threading.Event()
     monkeypatch.setattr(posix, "write_all", collecting)
     gc.disable()
     try:

@@ -17,6 +17,7 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry.recorder import CLIENTS
 from offload_strategy.units import MiB
+from tests.activations.support import noise
 from tests.ends import open_files
 from tests.training import assert_same_bits, attached, moved, on_disk, settings, weights
 
@@ -44,7 +45,7 @@ def train(engine):
     optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = []
     for step in range(3):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        x = noise(32, 64, seed=step)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -77,13 +78,9 @@ def test_training_over_several_paths_changes_no_bit(places, layout, checksum, mo
 
 
 def test_ssd_tiers_that_follow_each_other_are_one_with_a_queue_for_each_path(places):
-    made = config(
-        {"name": "host", "kind": "dram", "capacity": "1MiB"},
-        ssd("nvme0", places[0]),
-        ssd("pfs", places[2]),
-        optimizer={"tiers": ["nvme0", "host", "pfs"]},
-    )
-    with OffloadEngine(made) as engine:
+    host = {"name": "host", "kind": "dram", "capacity": "1MiB"}
+    tiers = host, ssd("nvme0", places[0]), ssd("pfs", places[2])
+    with OffloadEngine(config(*tiers, optimizer={"tiers": ["nvme0", "host", "pfs"]})) as engine:
         host, both = engine._resources.clients["activations"]
         first, _, last = engine._resources.clients["optimizer"]
         assert isinstance(host, HostTier)
@@ -132,7 +129,7 @@ def network():
 
 def train_network(model, optimizer, batch, steps=2):
     for step in range(steps):
-        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = noise(batch, WIDTH, seed=step)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from tests.activations.support import noise
 from tests.optimizer.runs import EVERY_OVERLAP, snapshot
 from tests.training import assert_same_bits, attached, left_bytes, same_with_and_without, settings
 
@@ -32,8 +33,7 @@ def small_net():
 
 
 def backward(net, step):
-    generator = torch.Generator().manual_seed(step)
-    net(torch.randn(4, 8, generator=generator)).pow(2).sum().backward()
+    net(noise(4, 8, seed=step)).pow(2).sum().backward()
 
 
 def in_turn(attach, net):
@@ -167,5 +167,4 @@ def test_what_lazy_modules_cannot_do_is_refused(disk):
             net.zero_grad()
             net(torch.ones(1, 3)).sum().backward()
             each.step()
-        got, expected = snapshot(lazy, optimizer), snapshot(source, trained)
-        assert_same_bits(got, expected)
+        assert_same_bits(snapshot(lazy, optimizer), snapshot(source, trained))

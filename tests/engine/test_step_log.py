@@ -24,13 +24,8 @@ from offload_strategy.units import MiB
 from tests.training import on_disk, settings
 
 measured_paths = sys.modules[MeasuredPaths.__module__]
+pytestmark = pytest.mark.usefixtures("rates_cache")
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def engine_on(*directories, **sections):
@@ -59,10 +54,6 @@ def train(engine, steps=6, passes=1):
         optimizer.zero_grad()
 
 
-def compared(engine):
-    return engine.report().comparison
-
-
 def seconds(found, name, which="observed"):
     return getattr(found.part(name), which)
 
@@ -77,7 +68,7 @@ def test_a_step_is_the_sum_of_its_parts(disk, tmp_path, overlap, passes):
     with engine_on(disk, optimizer=section) as engine:
         train(engine, passes=passes)
         on_disk(engine)
-        found, profile = compared(engine), engine.profile()
+        found, profile = engine.report().comparison, engine.profile()
         assert engine._log.middle_step()[1] == passes
         states_bytes = engine.metrics()["offload/tier/nvme/used_bytes"]
     assert (states_bytes > 0) == offloads
@@ -141,7 +132,7 @@ def test_all_that_moves_in_a_step_is_predicted(disk):
             # That wait is predicted as none: in the time that is left all of it must be out, too.
             time.sleep(0.1)
             loss.backward()
-        found = compared(engine)
+        found = engine.report().comparison
         saved = engine.metrics()["offload/activations/step_left_bytes"]
     assert seconds(found, "written in a step", "predicted") == saved
     # With a few bytes before each, up to the begin of a page.
@@ -154,7 +145,7 @@ def test_a_limit_of_memory_tells_its_peak(disk):
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     peak = found.part("peak of memory")
     assert peak.unit == "B"
     assert peak.observed > 50 * MiB, "this process has torch in it"
@@ -205,17 +196,17 @@ def observe(monkeypatch, **rates):
 
 def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(disk, monkeypatch, caplog):
     observe(monkeypatch, read=10e6, write=5e6)
-    compared_paths = []
+    compared = []
     for known in (None, 5e6):
         with engine_on(disk) as engine, caplog.at_level(logging.INFO):
             (queue,) = engine._resources.queues["nvme"]
             assert queue.bandwidth.rate(Direction.WRITE) == known
             train(engine)
-            compared_paths.append(compared(engine))
+            compared.append(engine.report().comparison)
         assert "the next run begins with" in caplog.text
-    first, again = (found.part(f"{disk} write") for found in compared_paths)
+    first, again = (found.part(f"{disk} write") for found in compared)
     assert (first.predicted, first.observed) == (None, 5e6)
-    assert any("nothing was known before this run" in text for text in compared_paths[0].remarks)
+    assert any("nothing was known before this run" in text for text in compared[0].remarks)
     assert again.predicted == pytest.approx(5e6)
     assert again.ratio == pytest.approx(1.0), "the path is as it was"
     assert again.remark == "predicted by 1 earlier run; seen over 1 MiB"
@@ -230,7 +221,7 @@ def test_a_path_that_has_nothing_to_do_is_not_judged(disk, why):
         config = settings(disk, activations={"budget": "0%"}, optimizer={"enabled": False})
     with OffloadEngine(config) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     for name in ("written in a step", "read in a step"):
         assert seconds(found, name, "predicted") == 0
         assert found.part(name).ratio == 1.0
@@ -249,7 +240,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half_and_not_repeated(tmp_path, 
     observe(monkeypatch, read=5e6, write=5e6)  # the path is slower than the probe saw
     with engine_on(*places) as engine:
         train(engine)
-        found = compared(engine)
+        found = engine.report().comparison
     for place in places:
         part = found.part(f"{place} write")
         assert part.remark.startswith("predicted by a probe;")
@@ -262,9 +253,9 @@ def test_a_probe_that_was_wrong_is_corrected_by_half_and_not_repeated(tmp_path, 
 
 
 @pytest.mark.parametrize("trouble", ["no folder", "no cache"])
-def test_figures_that_cannot_be_kept_change_nothing_else(disk, cache, monkeypatch, trouble):
+def test_figures_that_cannot_be_kept_change_nothing_else(disk, rates_cache, monkeypatch, trouble):
     if trouble == "no folder":
-        cache.write_text("a file where the folder should be")
+        rates_cache.write_text("a file where the folder should be")
     else:
         monkeypatch.setenv(CACHE_VARIABLE, "")
     observe(monkeypatch, read=10e6, write=5e6)
@@ -274,4 +265,4 @@ def test_figures_that_cannot_be_kept_change_nothing_else(disk, cache, monkeypatc
             assert queue.bandwidth.rate(Direction.WRITE) is None
             train(engine, steps=1)
     assert load_all_rates() == []
-    assert cache.exists() == (trouble == "no folder")
+    assert rates_cache.exists() == (trouble == "no folder")

@@ -21,8 +21,8 @@ from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.support import OFFLOAD_ALL, environment, tensorboard_scalars
+from tests.module_map import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 HARD = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
 HARD += ["--accumulate=4", "--clip=1.0"]
@@ -30,7 +30,6 @@ CONFIG = f"--config={json.dumps(OFFLOAD_ALL)}"
 
 
 def losses(printed):
-    """The losses in hexadecimal that an example printed."""
     found = re.findall(r"^ *\d+  loss (\S+)$", printed, re.MULTILINE)
     assert found, printed
     return found
@@ -57,8 +56,6 @@ def assert_moved(metrics):
 
 
 # ---------------------------------------------------------------------- Lightning, the main job
-
-
 def main_job(rank, directory):
     """The main job by path, in a process of `run_ranks`; what it compares with has its own."""
     home = directory / "home"
@@ -72,8 +69,7 @@ def main_job(rank, directory):
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
     pytest.importorskip("lightning")
-    where = "tests.examples.test_examples:main_job"
-    (printed,) = run_ranks(where, tmp_path, size=1, group=False)
+    (printed,) = run_ranks("tests.examples.test_examples:main_job", tmp_path, size=1, group=False)
     home = tmp_path / "home"
     figures = json.loads((home / "figures.json").read_text())
     assert f"tensors go to {home};" in printed
@@ -100,13 +96,10 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path):
 
 
 # ---------------------------------------------------------------------- Accelerate, PyTorch
-
-
 def three_loops(rank, directory):
     """The loops of Accelerate and of PyTorch; what each printed, in a process of `run_ranks`."""
     os.chdir(directory)
-    variables = environment_for(str(directory / "with.yaml"))
-    printed = []
+    variables, printed = environment_for(str(directory / "with.yaml")), []
     for name, option, more in (
         ("accelerate_train", "--logdir=with", variables),
         ("accelerate_train", "--logdir=without", {}),
@@ -139,8 +132,6 @@ def test_loops_give_the_same_losses_with_and_without_offload(tmp_path):
 
 
 # ---------------------------------------------------------------------- the figures
-
-
 def test_the_memory_benchmark_compares_every_loss_and_all_parameters(monkeypatch, capsys):
     from benchmarks import demo_memory
 
@@ -156,15 +147,12 @@ def test_the_memory_benchmark_compares_every_loss_and_all_parameters(monkeypatch
 
 
 # ---------------------------------------------------------------------- text and model
-
-
 def test_the_corpus_is_large_repeatable_and_split_by_file():
     training, validation = read_corpus("train"), read_corpus("validation")
     assert len(training) > 2_000_000
     assert 0.02 < len(validation) / len(training) < 0.3
     assert torch.equal(validation, read_corpus("validation"))
-    library = Path(sysconfig.get_paths()["stdlib"])
-    text = (library / "argparse.py").read_bytes()
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_bytes()
     found = [text in bytes(split.numpy()) for split in (training, validation)]
     assert sorted(found) == [False, True]
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.disks import why_not
 from benchmarks.faults.table import FAULTS
 from tests.io.loop_devices import detached
+from tests.module_map import ROOT
 
 #: No close may take longer, also on a disk that hardly answers. A quiet machine needs a second.
 _CLOSE_SECONDS = 15.0
@@ -19,8 +20,7 @@ def place(tmp_path):
     if reason is not None:
         pytest.skip(reason)
     yield tmp_path
-    mounts = Path("/proc/mounts").read_text()
-    assert str(tmp_path) not in mounts, "a file system is still mounted"
+    assert str(tmp_path) not in Path("/proc/mounts").read_text(), "a file system is still mounted"
     assert detached(tmp_path), "a loop device is still there"
     ours = Path("/proc/self/cgroup").read_text()
     assert "offload-throttle" not in ours, "this process is still throttled"
@@ -35,7 +35,7 @@ def test_a_fault_ends_as_the_table_says(name, place):
 
 
 def test_every_line_of_the_documentation_is_one_of_the_table():
-    text = Path(__file__).parents[2].joinpath("docs", "faults.md").read_text()
+    text = (ROOT / "docs" / "faults.md").read_text()
     first_table = text.partition("Notes on")[0].partition("\n## ")[0]
     rows = [line for line in first_table.splitlines() if line.startswith("| ")][2:]
     assert [row.split("|")[1].strip() for row in rows] == [fault.title for fault in FAULTS.values()]

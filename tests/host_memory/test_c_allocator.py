@@ -1,23 +1,17 @@
 """What glibc keeps of freed memory, and processes whose freed tensors leave no gaps in its heap."""
 
 import os
-import subprocess
-import sys
+import platform
 
 import pytest
 
 from offload_strategy.host_memory.c_allocator import leaves_gaps
+from tests.support import run_python
 
-pytestmark = pytest.mark.skipif(
-    not (getattr(os, "confstr_names", None) and (os.confstr("CS_GNU_LIBC_VERSION") or "")),
-    reason="the C library is not glibc",
-)
+LIBRARY, VERSION = platform.libc_ver()
+pytestmark = pytest.mark.skipif(LIBRARY != "glibc", reason="the C library is not glibc")
 
-
-def _before(version):
-    return tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < version
-
-
+_NO_GAPS = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 #: Page faults of 128 MiB of memory that is freed and acquired again, as torch does for tensors,
 #: before freed memory is kept and after. Then MiB of it that glibc has: at once, after they were
 #: returned, and after another time.
@@ -48,14 +42,8 @@ print(freed_memory.nbytes() >> 20)
 
 def _run(**variables):
     environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [int(number) for number in done.stdout.split()]
+    printed = run_python("-c", _PROGRAM, env={**environment, **variables})
+    return [int(number) for number in printed.split()]
 
 
 def test_memory_that_was_freed_is_there_again_without_page_faults():
@@ -64,11 +52,9 @@ def test_memory_that_was_freed_is_there_again_without_page_faults():
     assert freed == [0] * 3 or not leaves_gaps(), "gaps do not count"
 
 
-@pytest.mark.skipif(_before((2, 33)), reason="this glibc does not tell")
+@pytest.mark.skipif([*map(int, VERSION.split("."))] < [2, 33], reason="this glibc does not tell")
 def test_freed_memory_is_known_unless_it_was_returned():
-    _, _, first, returned, again = _run(
-        GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-    )
+    _, _, first, returned, again = _run(GLIBC_TUNABLES=_NO_GAPS)
     assert first >= 120
     assert returned < 4
     assert again >= 120
@@ -88,5 +74,5 @@ def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunable
         found[version] = leaves_gaps()
     assert found == {"glibc 2.35": True, "glibc 2.41": False, "musl 1.2": False, "": False}
     monkeypatch.setattr("os.confstr", lambda _: "glibc 2.35")
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0")
+    monkeypatch.setenv("GLIBC_TUNABLES", _NO_GAPS)
     assert not leaves_gaps()

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +19,9 @@ from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 from tests.store.rig import meanwhile
+from tests.support import raising, run_forked
 
-needs_arena = pytest.mark.skipif(
-    not arena.can_be_used(), reason="needs Linux, without strict counting of addresses"
-)
+needs_arena = pytest.mark.skipif(not arena.can_be_used(), reason="needs Linux, and overcommitting")
 
 
 def acquire(pool, nbytes, **options):
@@ -33,7 +31,6 @@ def acquire(pool, nbytes, **options):
 
 
 def mapped(address):
-    """Whether the system has memory at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = (int(part, 16) for part in line.split(" ")[0].split("-"))
         if low <= address < high:
@@ -99,8 +96,7 @@ def test_an_idle_buffer_that_is_a_little_larger_serves():
     buffer = acquire(pool, 16 * PAGE_BYTES - 5)
     assert (buffer.data_ptr(), buffer.numel()) == (address, 16 * PAGE_BYTES - 5)
     usage = pool.usage()
-    assert usage.held_bytes == 36 * PAGE_BYTES
-    assert usage.lent_bytes == 17 * PAGE_BYTES
+    assert (usage.held_bytes, usage.lent_bytes) == (36 * PAGE_BYTES, 17 * PAGE_BYTES)
     # The next is more than an eighth too large.
     another = acquire(pool, 16 * PAGE_BYTES)
     assert pool.usage().held_bytes == 52 * PAGE_BYTES
@@ -125,10 +121,7 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked():
     assert pool.usage().lent_bytes == 0
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "fork") or not hasattr(mmap, "MADV_DONTFORK"),
-    reason="needs fork and MADV_DONTFORK",
-)
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs fork and MADV_DONTFORK")
 @pytest.mark.parametrize("nbytes", [512 * KiB, 4 * MiB], ids=["mappings", "arena"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes):
@@ -149,13 +142,7 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes):
         gc.collect()
         return unseen and all(memory[:] == b"c" * (1 * MiB) for memory in own)
 
-    process = os.fork()
-    if process == 0:
-        try:
-            os._exit(0 if child() else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(process, 0)[1] == 0
+    run_forked(child)
     assert all(bool((buffer == 5).all()) for buffer in acquired)
 
 
@@ -287,11 +274,7 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(monkeypatch, why):
     if why == "the system":
         monkeypatch.setattr(pool_module, "can_be_used", lambda: False)
     else:
-
-        def refuse(self, budget):
-            raise OffloadError("could not map 64 MiB of host memory")
-
-        monkeypatch.setattr(Arena, "__init__", refuse)
+        monkeypatch.setattr(Arena, "__init__", raising(OffloadError("could not map 64 MiB")))
     pool = BufferPool(16 * MiB)
     acquired = [acquire(pool, 3 * MiB) for _ in range(5)]
     assert pool.usage().held_bytes == 15 * MiB

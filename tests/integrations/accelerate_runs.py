@@ -64,13 +64,16 @@ class Run:
 
 
 def prepare(
-    plugin: SSDOffloadPlugin | None = None, accelerator: Accelerator | None = None, **options: Any
+    plugin: SSDOffloadPlugin | None = None,
+    accelerator: Accelerator | None = None,
+    make_model: Callable[[], nn.Module] = tiny_model,
+    **options: Any,
 ) -> Run:
     if accelerator is None:
         handlers = [] if plugin is None else [plugin]
         accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **options)
     torch.manual_seed(0)
-    model = tiny_model()
+    model = make_model()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
     return Run(accelerator, *accelerator.prepare(model, inner, batches(), schedule))

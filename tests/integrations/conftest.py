@@ -63,5 +63,4 @@ def family(request):
 
 @pytest.fixture
 def pl(family):
-    """One of the two installs of Lightning."""
     return pytest.importorskip(family)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.activations.support import noise
 from tests.training import left_bytes
 
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
@@ -21,7 +22,6 @@ FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 in_both_installs = pytest.mark.parametrize("family", FAMILIES, indirect=True)
 """For what may differ between the installs, whose code is the same."""
 
-BATCHES = 10
 WIDTH = 32
 
 
@@ -36,9 +36,8 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(count * size, WIDTH, generator=generator)
+def batches(count: int = 10, size: int = 16) -> DataLoader[Any]:
+    inputs = noise(count * size, WIDTH, seed=1)
     return DataLoader(TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=size)
 
 
@@ -128,8 +127,6 @@ class Behaviour:
 
 @dataclass
 class Run:
-    """A finished run."""
-
     trainer: Any
     module: Any
 
@@ -179,8 +176,7 @@ def fit(
 ) -> Run:
     module = make_module(pl) if module is None else module
     trainer = make_trainer(pl, root, strategy, **options)
-    validation = batches(2) if validate else None
-    trainer.fit(module, batches(), validation, ckpt_path=ckpt_path)
+    trainer.fit(module, batches(), batches(2) if validate else None, ckpt_path=ckpt_path)
     return Run(trainer, module)
 
 
@@ -199,7 +195,6 @@ def assert_same(run: Any, other: Any) -> None:
 
 
 def assert_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    assert len(tensors) == len(others)
     for tensor, other in zip(tensors, others, strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=0)
 
@@ -270,8 +265,7 @@ def quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)  # which forgets what the logger has cached of its level
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -5,16 +5,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 OURS = ("SSD_OFFLOAD_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "WANDB_")
 
-OFFLOAD_ALL: dict[str, Any] = {
-    "mode": "always",
-    "activations": {"min_size": "1KiB", "budget": "100%"},
-}
+OFFLOAD_ALL = {"mode": "always", "activations": {"min_size": "1KiB", "budget": "100%"}}
 """Small enough for nearly everything that a tiny model saves to leave."""
 
 STREAMED = {"parameters": {"enabled": True, "min_size": 1}, "activations": {"min_size": 1}}

@@ -1,5 +1,7 @@
 """The engine inside `Accelerator.prepare`, against the same loop without, to the last bit."""
 
+import gc
+import math
 import pickle
 import threading
 from pathlib import Path
@@ -15,7 +17,7 @@ from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloa
 from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.distributed.loops import same
-from tests.integrations.accelerate_runs import forget_accelerator, prepare, with_and_without
+from tests.integrations.accelerate_runs import Run, forget_accelerator, prepare, with_and_without
 from tests.integrations.lightning_runs import assert_equal, assert_same, batches, tiny_model
 from tests.integrations.support import STREAMED, tensorboard_scalars
 from tests.training import moved
@@ -24,7 +26,6 @@ EAGER = {"optimizer": {"overlap": "eager"}}
 
 
 def offloading():
-    """An `Accelerator` with the plugin."""
     return Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
 
 
@@ -191,6 +192,49 @@ def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order)
     assert moved(with_and_without(train).engine) > 0
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["first kept", "first gone"])
+def test_a_second_accelerator_goes_on_with_the_model_and_with_an_optimizer_that_it_is_given(kept):
+    def train(plugin):
+        first = prepare(plugin).train(5)
+        plain = getattr(first.optimizer.optimizer, "inner", first.optimizer.optimizer)
+        handlers = [] if plugin is None else [plugin]
+        second = Accelerator(cpu=True, kwargs_handlers=handlers)
+        fresh = torch.optim.AdamW(first.model.parameters(), lr=1e-3)
+        engine = first.engine
+        if not kept:
+            first.accelerator = first.optimizer = first.scheduler = None
+            gc.collect()
+            assert engine is None or engine.closed  # although the model is kept
+        given = plain if kept else fresh
+        model, optimizer, loader = second.prepare(first.model, given, batches())
+        schedule = torch.optim.lr_scheduler.ConstantLR(given)
+        run = Run(second, model, optimizer, loader, second.prepare(schedule)).train(5)
+        assert engine is None or engine.closed
+        return run
+
+    assert moved(with_and_without(train).engine) > 0
+
+
+def test_an_optimizer_whose_states_went_with_its_engine_is_refused_until_some_are_loaded():
+    run = prepare(SSDOffloadPlugin()).train(3)
+    saved, inner = run.optimizer.state_dict(), run.optimizer.optimizer.inner
+    for refused in (inner.state_dict, lambda: inner.load_state_dict(saved)):
+        with pytest.raises(OffloadError, match="Use the optimizer that attach or prepare returned"):
+            refused()
+    with pytest.raises(ConfigError, match="was prepared by another Accelerator"):
+        offloading().prepare(run.optimizer)
+    accelerator, model = run.accelerator, run.model
+    accelerator.free_memory()
+    del run
+    gc.collect()
+    for refused in (inner.step, inner.state_dict, lambda: accelerator.prepare(model, inner)):
+        with pytest.raises(OffloadError, match="went with the earlier engine"):
+            refused()
+    inner.load_state_dict(saved)
+    _, optimizer = accelerator.prepare(model, inner)
+    assert same(optimizer.state_dict(), saved)
+
+
 @pytest.fixture
 def streamed(monkeypatch):
     """Names of the files that were saved through ours, and mapped when they were loaded."""
@@ -251,20 +295,10 @@ def test_other_files_are_left_to_accelerate(tmp_path, streamed):
 
 
 def test_streamed_weights_of_an_empty_model_are_filled():
-    with init_empty_weights():
-        model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin({**STREAMED, **EAGER})])
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    x, y = next(iter(batches()))
-    for _ in range(3):
-        loss = nn.functional.mse_loss(prepared(x), y)
-        accelerator.backward(loss)
-        wrapped.step()
-        wrapped.zero_grad()
-        assert torch.isfinite(loss)
-        del loss
-    accelerator.free_memory(prepared, wrapped)
+    plugin = SSDOffloadPlugin({**STREAMED, **EAGER})
+    run = prepare(plugin, make_model=init_empty_weights()(tiny_model)).train(3)
+    assert all(map(math.isfinite, run.losses))
+    run.accelerator.free_memory(run.model, run.optimizer)
 
 
 WRITTEN = "offload/activations/written_bytes"

@@ -86,16 +86,13 @@ def printed(home, code, *options, **variables):
 def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path):
     ours, heavy, other, registered = printed(tmp_path, TORCH_FIRST)[-4:]
     assert ours == "['offload_strategy', 'offload_strategy.autoload']"
-    assert heavy == "[]"
-    assert other == "False"
-    assert registered == str([True] * 5)
+    assert (heavy, other, registered) == ("[]", "False", str([True] * 5))
 
 
 @pytest.mark.parametrize("first", OTHERS_FIRST)
 def test_every_import_order_registers_everything(first, tmp_path):
     code = f"{OTHERS_FIRST[first]}\nprint(registered())"
-    lines = printed(tmp_path, code, "-W", "error::RuntimeWarning")
-    assert lines[-1] == str([True] * 5)
+    assert printed(tmp_path, code, "-W", "error::RuntimeWarning")[-1] == str([True] * 5)
 
 
 def test_hooks_are_switched_off_by_the_variable_and_reach_loaded_modules(tmp_path):
@@ -145,8 +142,7 @@ def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules):
     for name, hook in hooks.items():
         (modules / f"{name}.py").write_text("complete = True\n")
         autoload._when_imported(name, hook)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         imported = [importlib.import_module(name) for name in hooks]
     assert all(module.complete for module in imported)
     assert seen == imported[2:]
@@ -159,8 +155,7 @@ def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(modules):
 @pytest.mark.parametrize("action", ["default", "error"])
 def test_a_broken_wrapt_is_said_once_and_raises_nothing(monkeypatch, capfd, wrapt, action):
     monkeypatch.setitem(sys.modules, "wrapt", wrapt)
-    with warnings.catch_warnings(record=action == "default") as caught:
-        warnings.simplefilter(action)
+    with warnings.catch_warnings(record=action == "default", action=action) as caught:
         autoload.register()
     said = [str(warning.message) for warning in caught or ()] + [capfd.readouterr().err]
     assert "".join(said).count("offload-strategy steps aside") == 1

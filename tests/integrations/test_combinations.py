@@ -40,10 +40,9 @@ STREAMED = "all, streamed weights too"
 OFF = {"enabled": False}
 CLIENTS = {
     "activations": {"optimizer": OFF},
-    **{
-        f"optimizer: {overlap}": {"activations": OFF, "optimizer": {"overlap": overlap}}
-        for overlap in ("commit", "eager", "off")
-    },
+    "optimizer: commit": {"activations": OFF, "optimizer": {"overlap": "commit"}},
+    "optimizer: eager": {"activations": OFF, "optimizer": {"overlap": "eager"}},
+    "optimizer: off": {"activations": OFF, "optimizer": {"overlap": "off"}},
     STREAMED: {"parameters": {"enabled": True, "min_size": 1}},
 }
 """Sections of the config by client; what is not said is on, as in the defaults."""
@@ -61,8 +60,6 @@ SCALED = "16-mixed"
 
 @dataclass(frozen=True)
 class Combination:
-    """One value of each axis."""
-
     precision: str
     checkpointing: str
     compile: str
@@ -100,8 +97,6 @@ SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train."""
-
     train: Callable  # With a combination and a config, None without offload; see `outcome`
     refusals: Mapping[str, Refusal]  # By what the table says of them
     precisions: Sequence[str] = AXES["precision"]
@@ -120,7 +115,7 @@ def untried_pairs(name, way):
     """Pairs of values that are in no row, and are not refused; what is refused has no others."""
     identical = [one for one, verdict in documented(name).items() if verdict == "identical"]
     axes = {**AXES, "precision": way.precisions}
-    every = (Combination(*values) for values in itertools.product(*axes.values()))
+    every = itertools.starmap(Combination, itertools.product(*axes.values()))
     pairs = set().union(*(one.pairs() for one in every))
     pairs -= set().union(*(one.pairs() for one in identical))
     refused = [refusal.values.items() for refusal in way.refusals.values()]
@@ -132,8 +127,7 @@ def verdicts(name, way, directory):
 
     The verdict is "identical", "refused: why", or what else was found.
     """
-    plain = {}
-    found = {}
+    plain, found = {}, {}
     for one, expected in documented(name).items():
         if expected == "identical" and one.training not in plain:
             torch._dynamo.reset()  # what was compiled for it is used again with offload
@@ -171,10 +165,8 @@ def config(directory, client):
 
 def outcome(losses, model, engine):
     """What runs are compared by, with shards brought together; and bytes that left, by part."""
-    moved = {}
-    if engine is not None:
-        parts = "activations", "optimizer", "parameters"
-        moved = {part: left_bytes(engine.metrics(), part) for part in parts}
+    parts = ("activations", "optimizer", "parameters") if engine is not None else ()
+    moved = {part: left_bytes(engine.metrics(), part) for part in parts}
     weights = {
         name: getattr(parameter, "full_tensor", parameter.clone)().detach()
         for name, parameter in model.named_parameters()
@@ -240,7 +232,6 @@ def plain_loop(combination, sections, model, rank=0):
 
 
 def compiled(model, combination):
-    """The model, compiled if it is to be."""
     if combination.compiles_blocks:
         for block in getattr(model, "module", model).blocks:
             block.compile(backend=combination.compile)
@@ -361,8 +352,7 @@ def test_in_one_process(name, tmp_path):
 @pytest.mark.slow
 def test_in_two_ranks(tmp_path):
     expected = {name: list(documented(name).values()) for name in ways_of_ranks()}
-    found = run_ranks("tests.integrations.test_combinations:in_ranks", tmp_path)
-    assert found == [expected, expected]
+    assert run_ranks(f"{__name__}:in_ranks", tmp_path) == [expected, expected]
 
 
 @pytest.mark.parametrize("name", WAYS)

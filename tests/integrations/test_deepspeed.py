@@ -56,8 +56,7 @@ def alone(stage, loader):
     model, optimizer = fresh()
     config = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    losses = list(train(engine, loader, engine.backward, engine.step))
-    result = outcome(losses, model)
+    result = outcome(list(train(engine, loader, engine.backward, engine.step)), model)
     engine.destroy()
     return result
 
@@ -113,14 +112,12 @@ def part_of_data(rank, ranks):
 
 
 def fresh():
-    """The model and its optimizer, always the same."""
     torch.manual_seed(0)
     model = lightning_runs.tiny_model()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model, loader, backward, *steps):
-    """Yield the loss of each step."""
     for x, y in islice(loader, STEPS):
         loss = nn.functional.mse_loss(model(x), y)
         backward(loss)
@@ -146,7 +143,7 @@ def one_device(rank, directory, variables):
     """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
     os.chdir(directory)
     results = {}
-    for stage in (1, 2, 3):
+    for stage in STAGES:
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
         results[f"accelerate-{stage}"] = accelerate(stage, directory)
@@ -194,20 +191,17 @@ def check(ours, alone):
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
     variables = launched_with(home, monkeypatch)
-    where = "tests.integrations.test_deepspeed:one_device"
-    (results,) = run_ranks(where, home, size=1, variables=variables)
+    (results,) = run_ranks(f"{__name__}:one_device", home, size=1, variables=variables)
     first, second = lightning_runs.FAMILIES
     assert results.keys() >= {f"{second}-3", f"{first}-1", "accelerate-1", "launched-2"}
     for run, ours in results.items():
         framework, _, stage = run.partition("-")
         if framework == "alone":
             continue
-        alone = results[f"alone-{stage}"]
-        check(ours, alone)
+        check(ours, results[f"alone-{stage}"])
         if framework in ("accelerate", "launched"):
             # It is DeepSpeed that trains.
-            assert ours["type"] == "DEEPSPEED"
-            assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
+            assert (ours["type"], ours["optimizer"]) == ("DEEPSPEED", "DeepSpeedOptimizerWrapper")
         else:
             # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
             assert ours["saved"] == results[f"{first}-2"]["saved"]
@@ -220,7 +214,7 @@ def test_numbers_are_those_of_deepspeed_alone(home, monkeypatch):
 
 
 def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path):
-    results = run_ranks("tests.integrations.test_deepspeed:two_devices", tmp_path)
+    results = run_ranks(f"{__name__}:two_devices", tmp_path)
     for result in results:
         check(result["ours"], result["alone"])
     first, second = (result["ours"] for result in results)
@@ -300,8 +294,7 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
     assert weights.buffer_size == 12345
     assert read.zero_config.sub_group_size * 16 * 4 == ours.memory.pinned_bytes()
     assert set(sections["aio"]) <= set(read.aio_config)
-    assert read.aio_config["block_size"] == 1 << 20
-    assert read.aio_config["intra_op_parallelism"] == 2
+    assert (read.aio_config["block_size"], read.aio_config["intra_op_parallelism"]) == (1 << 20, 2)
 
 
 MEMORY = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
@@ -332,8 +325,7 @@ def test_what_is_missing_and_wished_for_is_derived(tmp_path, theirs, sections, d
     ours = OffloadConfig() if sections is None else config(tmp_path, **sections)
     derived = config_sections.derived_sections(theirs, ours)
     zero = derived.get("zero_optimization", {})
-    found = [section["device"] for name, section in zero.items() if name.startswith("offload_")]
-    assert found == devices
+    assert [zero[name]["device"] for name in zero if name.startswith("offload_")] == devices
     assert ("aio" in derived) == (devices == ["nvme"] and "aio" not in theirs)
     assert "sub_group_size" not in zero or "sub_group_size" not in theirs["zero_optimization"]
     merged(copy.deepcopy(theirs), derived)

@@ -98,7 +98,6 @@ def train(fabric, clip=None):
 
 
 def both(train, config=OFFLOAD_ALL, **options):
-    """Train with and without offload, see that they agree, and return the former."""
     plain = train(make_fabric("auto", **options))
     offloaded = train(make_fabric(offloading(config), **options))
     offloaded.assert_same(plain)

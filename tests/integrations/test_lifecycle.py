@@ -142,8 +142,7 @@ def test_an_error_while_attaching_comes_before_the_first_step_and_leaves_nothing
         config = {"optimizer": {"enabled": True}}
     with pytest.raises(OffloadError, match=wrong):
         fit(pl, tmp_path, lightning_runs.strategy_class(family)(config), module)
-    assert module.losses == []
-    assert open_files(tier) == []
+    assert (module.losses, open_files(tier)) == ([], [])
     assert not module._forward_pre_hooks
     module.make_optimizer = torch.optim.AdamW
     run = fit(pl, tmp_path, "ssd_offload", module, max_steps=5)
@@ -231,7 +230,6 @@ def train_with_accelerate(end):
 
 
 def every_end(rank, directory):
-    """What came of each process of `ENDS`."""
     scripts = {}
     for name, status in ENDS.items():
         framework, end = name.split()
@@ -241,8 +239,7 @@ def every_end(rank, directory):
 
 
 def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path):
-    where = "tests.integrations.test_lifecycle:every_end"
-    (found,) = run_ranks(where, tmp_path, size=1, group=False)
+    (found,) = run_ranks(f"{__name__}:every_end", tmp_path, size=1, group=False)
     assert [end["status"] for end in found] == list(ENDS.values()), found
     for name, end in zip(ENDS, found, strict=True):
         assert end["left"] == [], name

@@ -24,7 +24,6 @@ from tests.training import moved
 
 
 def both(pl, root, *, module=None, **options):
-    """Train with and without offload, check that they agree, and return the former."""
     return lightning_runs.with_and_without(
         lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
     )
@@ -161,8 +160,7 @@ def test_the_other_installs_strategy_is_met_with_help(pl, family, tmp_path):
 
 # ---------------------------------------------------------------------- streamed weights
 def streaming(overlap):
-    config = {**STREAMED, "optimizer": {"overlap": overlap}}
-    return strategy_class("lightning.pytorch")(config)
+    return strategy_class("lightning.pytorch")({**STREAMED, "optimizer": {"overlap": overlap}})
 
 
 @pytest.mark.parametrize(("overlap", "clip"), [("commit", 0.5), ("eager", None)])
@@ -176,8 +174,7 @@ def test_streamed_weights_accumulate_clip_validate_and_resume_the_same(pl, tmp_p
         fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
         return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
 
-    engine = lightning_runs.with_and_without(run).engine
-    assert moved(engine, "parameters", "read") > 0
+    assert moved(lightning_runs.with_and_without(run).engine, "parameters", "read") > 0
 
 
 def test_a_model_that_does_not_fit_is_made_in_configure_model(pl, tmp_path):
@@ -213,11 +210,10 @@ def test_an_empty_module_is_filled_and_its_engine_closes(pl, tmp_path):
             module = make_module(pl)
         assert all(parameter.is_meta for parameter in module.parameters()) is empty
         assert not any(each.name.startswith("ssd-offload") for each in threading.enumerate())
-        engine = strategy.offload_engine
         if empty:
             trainer.fit(module, batches())
             assert len(module.losses) == 3
-            engine = strategy.offload_engine
+        engine = strategy.offload_engine
         del trainer, strategy
         engine.close()
         for parameter in module.parameters():
@@ -232,8 +228,7 @@ OPTIONS = {"tiers": [TIER], "activations": {"min_size": "2KiB"}}
 
 
 def class_path(family):
-    strategy = strategy_class(family)
-    return f"{strategy.__module__}.{strategy.__name__}"
+    return f"{strategy_class(family).__module__}.SSDOffloadStrategy"
 
 
 def strategy_of_cli(pl, family, *arguments):
@@ -283,8 +278,7 @@ def test_options_may_come_from_a_file_and_survive_being_written(pl, family, tmp_
     strategy = {"class_path": class_path(family), "init_args": {"config": OPTIONS}}
     file.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     given = strategy_of_cli(pl, family, f"--config={file}").config
-    assert given.tiers[0].capacity == 1024 * 1024
-    assert given.activations.min_size == 2048
+    assert (given.tiers[0].capacity, given.activations.min_size) == (1024 * 1024, 2048)
 
     with pytest.raises(SystemExit):
         strategy_of_cli(pl, family, f"--config={file}", "--print_config")

@@ -158,15 +158,14 @@ fitted("`reload_dataloaders_every_n_epochs`", reload_dataloaders_every_n_epochs=
 @feature("`barebones`")
 def _barebones(session):
     options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet = {**dict.fromkeys(options), "log_every_n_steps": None}
-    return session.outcome(*session.fit(barebones=True, **quiet))
+    unset = dict.fromkeys((*options, "log_every_n_steps"))
+    return session.outcome(*session.fit(barebones=True, **unset))
 
 
 @feature("`trainer.validate`, `test` and `predict`, before and after `fit`")
 def _evaluation(session):
     found = []
-    module = session.module()
-    trainer = session.trainer()
+    trainer, module = session.trainer(), session.module()
 
     def evaluate():
         found.append(trainer.validate(module, batches(2), verbose=False))
@@ -215,8 +214,7 @@ with_partial_group = "`GradientAccumulationScheduler`, with a partial last group
 with_callback("GradientAccumulationScheduler", groups, with_partial_group, **TWO_EPOCHS)
 averaging = {"swa_lrs": 1e-2, "swa_epoch_start": 1}
 with_callback("StochasticWeightAveraging", averaging, max_steps=-1, max_epochs=3)
-averages = "`WeightAveraging`, `EMAWeightAveraging`"
-with_callback("EMAWeightAveraging", name=averages, max_steps=15)
+with_callback("EMAWeightAveraging", name="`WeightAveraging`, `EMAWeightAveraging`", max_steps=15)
 stopping = {"monitor": "loss", "stopping_threshold": 0.9, "check_on_train_epoch_end": True}
 with_callback("EarlyStopping", stopping, max_steps=-1, max_epochs=6)
 with_callback("LearningRateFinder", {"num_training_steps": 12, "early_stop_threshold": None})
@@ -258,9 +256,9 @@ def _checkpoints(session):
     )
     options = {"callbacks": [saving], "enable_checkpointing": True}
     trainer, module = session.fit(session.module(scheduler=True), max_steps=20, **options)
-    module_again, best = session.module(scheduler=True), saving.best_model_path
+    best = saving.best_model_path
     return session.outcome(
-        *session.fit(module_again, max_steps=30, ckpt_path=best),
+        *session.fit(session.module(scheduler=True), max_steps=30, ckpt_path=best),
         first=session.outcome(trainer, module),
         names=sorted(path.name for path in (session.root / "best").iterdir()),
         best=(Path(best).name, saving.best_model_score),
@@ -392,8 +390,8 @@ def test_a_feature_is_identical_or_refused(feature, tmp_path):
             with pytest.raises(OffloadError, match=feature.refused_with_eager):
                 _run(feature, session)
             begun = sum(len(module.losses) for module in session.modules)
-            micro_batches = 2  # of a step, at most
-            assert begun in ([0] if feature.before_training else [1, micro_batches])
+            # Of a step, which has two micro-batches at most.
+            assert begun in ([0] if feature.before_training else [1, 2])
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
             torch.ones(1, requires_grad=True).sum().backward()
             verdicts.append("refused" if feature.before_training else "refused in the first step")
@@ -413,5 +411,4 @@ def _run(feature, session):
 
 def test_the_document_has_the_features_that_are_tried_and_no_others():
     pattern = r"^\| (.*?) \| (?:identical|refused)"
-    names = re.findall(pattern, DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert names == list(FEATURES)
+    assert re.findall(pattern, DOCUMENT.read_text(), flags=re.MULTILINE) == list(FEATURES)

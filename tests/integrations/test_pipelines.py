@@ -23,8 +23,6 @@ ROWS = 16 * MICRO_BATCHES
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train."""
-
     overlap: str | None = None  # `optimizer.overlap`; None for plain PyTorch
     follow: bool = True  # Whether the engine is told of the schedule
     # Whether the schedule divides gradients by the number of micro-batches, or the loss does
@@ -101,8 +99,7 @@ def train(rank, name, way, tier):
     if engine is not None and way.follow:
         follow_schedule(engine, pipeline.schedule)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    found = {"losses": [], "gradients": []}
-    metrics, missed = {}, []
+    found, metrics, missed = {"losses": [], "gradients": []}, {}, []
     for _ in range(STEPS):
         losses = []
         before = engine.metrics() if engine else {}
@@ -134,7 +131,6 @@ def train(rank, name, way, tier):
 
 
 def check_refusals(rank, tier):
-    """What cannot work is refused before any step."""
     together = Way("eager", divides=False, together=True)
     for message, name, way in (
         ("scale_grads=False.*overlap: commit", "1F1B", Way("eager")),
@@ -146,7 +142,6 @@ def check_refusals(rank, tier):
 
 
 def every_schedule(rank, directory):
-    """Train every schedule in every way, with and without offload."""
     tier = directory / f"tier{rank}"
     tier.mkdir()
     check_refusals(rank, tier)
@@ -180,7 +175,7 @@ def every_schedule(rank, directory):
 
 
 def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path):
-    run_ranks("tests.integrations.test_pipelines:every_schedule", tmp_path)
+    run_ranks(f"{__name__}:every_schedule", tmp_path)
 
 
 def test_what_is_no_schedule_is_refused():

@@ -24,19 +24,13 @@ from tests.integrations.support import python, succeeded, tensorboard_scalars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "examples" / "unmodified"
-SHIPPED = ROOT / "configs" / "accelerate" / "offload.yaml"
 DOCUMENT = ROOT / "docs" / "training_scripts.md"
-TABLE_VARIABLE = "SSD_OFFLOAD_SCRIPTS_TABLE"
 
 LAUNCHED = "`accelerate launch --config offload.yaml`"
 _LAUNCHED = ("transformers_trainer", "trl_sft", "trl_dpo", "peft_lora", "accelerate_loop")
-CHANGES = {
-    **{f"{name}.py": LAUNCHED for name in _LAUNCHED},
-    "lightning_cli.py": "`--trainer.strategy=ssd_offload`",
-}
-NEEDS = ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb")
+CHANGES = {f"{name}.py": LAUNCHED for name in _LAUNCHED}
+CHANGES["lightning_cli.py"] = "`--trainer.strategy=ssd_offload`"
 REPORTING = ("transformers_trainer.py", "trl_sft.py")
-REPORT = ["--report_to", "tensorboard", "wandb"]
 WRITTEN = "offload/optimizer/written_bytes"
 RATES = {
     *(f"offload/bandwidth/{way}_GBps" for way in ("read", "write")),
@@ -47,22 +41,17 @@ GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier"
 
 def run_all(home):
     """What the scripts printed and moved; one process, as most of the time goes into imports."""
-    shipped = yaml.safe_load(SHIPPED.read_text())
+    shipped = yaml.safe_load((ROOT / "configs" / "accelerate" / "offload.yaml").read_text())
     # Tiny models have little that is worth to be moved.
     shipped["ssd_offload_config"]["activations"] |= {"min_size": "1KiB", "budget": "100%"}
     (home / "offload.yaml").write_text(yaml.safe_dump(shipped))
     runs = {}
     for name, change in CHANGES.items():
-        launched = [], REPORT if name in REPORTING else []
+        launched = [], ["--report_to", "tensorboard", "wandb"] if name in REPORTING else []
         by_flag = ["fit"], [change.strip("`")]
         runs[str(SCRIPTS / name)] = launched if change == LAUNCHED else by_flag
-    variables = {
-        "SSD_OFFLOAD_METRICS_EVERY": "3",
-        "TENSORBOARD_LOGGING_DIR": str(home / "board"),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(home),
-        "PYTHONPATH": str(ROOT),
-    }
+    variables = {"TENSORBOARD_LOGGING_DIR": str(home / "board"), "PYTHONPATH": str(ROOT)}
+    variables |= {"WANDB_MODE": "offline", "WANDB_DIR": str(home), "SSD_OFFLOAD_METRICS_EVERY": "3"}
     twice = [str(ROOT / "tests" / "integrations" / "twice.py"), "results.json", json.dumps(runs)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
     succeeded(python(*launcher, *twice, home=home, variables=variables, timeout=280))
@@ -71,7 +60,7 @@ def run_all(home):
 
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
-    for package in NEEDS:
+    for package in ("datasets", "jsonargparse", "peft", "tensorboard", "trl", "wandb"):
         pytest.importorskip(package)
     results = run_all(tmp_path)
     for script in CHANGES:
@@ -84,7 +73,7 @@ def test_numbers_are_identical_and_bytes_move_as_the_document_says(tmp_path):
         assert not offloaded["prints metrics"]
         assert min(offloaded["moved"].values()) > 0, script
     written = table(results)
-    if target := os.environ.get(TABLE_VARIABLE):
+    if target := os.environ.get("SSD_OFFLOAD_SCRIPTS_TABLE"):
         Path(target).write_text(written)
     lines = DOCUMENT.read_text().splitlines()
     for line in written.splitlines():
@@ -124,7 +113,6 @@ def test_the_scripts_mention_nothing_of_ours():
 
 
 def table(results):
-    """The results as the table of the document."""
     lines = ["| script | change | losses | activations moved | states moved |", "|---" * 5 + "|"]
     for script, change in CHANGES.items():
         offloaded, plain = results[script]["offloaded"], results[script]["plain"]
@@ -139,7 +127,6 @@ def table(results):
 # ---------------------------------------------------------------------- the launch file
 
 SECTION = {"activations": {"min_size": "1KiB"}}
-
 # What a script is given, without the seconds that importing torch takes.
 GIVEN = """
 import json, os, sys
@@ -150,9 +137,9 @@ print(json.dumps([sys.argv[1:], [os.environ.get(name) for name in names]]))
 
 def launch_file(home, name, **more):
     content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
-    path = home / name
-    path.write_text(yaml.safe_dump({**content, "num_processes": 1, "num_machines": 1, **more}))
-    return path
+    content |= {"num_processes": 1, "num_machines": 1, **more}
+    (home / name).write_text(yaml.safe_dump(content))
+    return home / name
 
 
 def launch(monkeypatch, *arguments):

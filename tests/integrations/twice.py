@@ -70,8 +70,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         sys.modules["wandb"].finish()
     gc.collect()
     lines = [line.split() for line in printed.getvalue().splitlines() if line.strip()]
-    moved = {"activations": 0.0, "optimizer": 0.0}
-    count = len(engines)
+    moved, count = {"activations": 0.0, "optimizer": 0.0}, len(engines)
     while engines:
         engine = engines.pop()
         engine.close()
@@ -90,7 +89,6 @@ def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def main(results: str, runs: str) -> None:
-    """See the module."""
     register_post_import_hook(remember_engines, "offload_strategy.engine.offload_engine")
     register_post_import_hook(remember_rows, "wandb.sdk.wandb_run")
     found: dict[str, Any] = {}

@@ -103,7 +103,6 @@ def make_move(
 
 
 def submit(*args: Any, **options: Any) -> Move:
-    """Make a move as `make_move` does, and submit it."""
     move = make_move(*args, **options)
     move.submit()
     return move

@@ -77,8 +77,7 @@ def begin(
     outcome = Outcome(memory)
     options.setdefault("verified", "after" in options)
     nbytes = options.pop("nbytes", memory.nbytes)
-    request = BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)
-    backend.submit([request])
+    backend.submit([BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)])
     return outcome
 
 
@@ -136,8 +135,7 @@ class Conformance:
                     end = begin(backend, region.fd, read, write=False, offset=offset, after=after)
                     assert end.get() is None
                     assert read.data == data
-                assert read.around == {0xA5}
-                assert written.data == data
+                assert (read.around, written.data) == ({0xA5}, data)
                 with open(f"/proc/self/fd/{region.fd}", "rb") as file:  # as the file system sees it
                     file.seek(offset)
                     assert file.read(nbytes) == data
@@ -169,24 +167,21 @@ class Conformance:
         # Reads and writes side by side, of different places.
         extra, ends = self.memory(BLOCK), []
         for turn, at in enumerate(order):
-            read = request(blocks[at], write=False, offset=at * BLOCK, after=lambda: None)
-            ends.append(read)
+            ends.append(request(blocks[at], write=False, offset=at * BLOCK, after=lambda: None))
             if turn % 6 == 0:
                 ends.append(request(extra, write=True, offset=(48 + turn // 6) * BLOCK))
         assert [end.get() for end in ends] == [None] * len(ends)
         assert [block.data for block in blocks] == contents
 
     def test_reads_go_on_while_as_many_writes_as_it_asks_for_are_stuck(self, backend, region):
-        gate = threading.Event()
+        gate, depth = threading.Event(), backend.depth
         memory, wait = self.memory(PAGE_BYTES), lambda: gate.wait(60) and None
-        stuck = [
-            begin(backend, region.fd, memory, write=True, before=wait) for _ in range(backend.depth)
-        ]
+        stuck = [begin(backend, region.fd, memory, write=True, before=wait) for _ in range(depth)]
         read = begin(backend, region.fd, self.memory(PAGE_BYTES), write=False, offset=MiB)
         assert read.get() is None
-        assert [end.errors for end in stuck] == [[]] * backend.depth
+        assert [end.errors for end in stuck] == [[]] * depth
         gate.set()
-        assert [end.get() for end in stuck] == [None] * backend.depth
+        assert [end.get() for end in stuck] == [None] * depth
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
     def test_calls_before_and_after_a_block_are_made_then(self, backend, region, write):
@@ -234,8 +229,7 @@ class Conformance:
         for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1234), (3 * PAGE_BYTES, 1000)]:
             memory = self.memory(nbytes, misalignment)
             assert begin(backend, fd, memory, write=False, offset=offset).get() is None
-            assert memory.data == data[offset : offset + nbytes]
-            assert memory.around == {0xA5}
+            assert (memory.data, memory.around) == (data[offset : offset + nbytes], {0xA5})
         for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1235), (0, 4 * PAGE_BYTES)]:
             memory = self.memory(nbytes, misalignment)
             assert_fails(begin(backend, fd, memory, write=False, offset=offset), errno.EIO)
@@ -276,15 +270,12 @@ class Conformance:
 
     def test_closing_waits_for_requests_in_flight(self, name, region):
         backend = create_backend(name, threads=2, block_size=BLOCK)
-        memory = self.memory(BLOCK)
+        write = partial(begin, backend, region.fd, self.memory(BLOCK), write=True)
         slow = partial(time.sleep, 0.01)
-        ends = [
-            begin(backend, region.fd, memory, write=True, offset=index * BLOCK, before=slow)
-            for index in range(20)
-        ]
+        ends = [write(offset=index * BLOCK, before=slow) for index in range(20)]
         backend.close()
         assert [end.errors for end in ends] == [[None]] * 20
         assert our_threads() == set()
         backend.close()
         with pytest.raises(RuntimeError, match="closed"):
-            begin(backend, region.fd, memory, write=True)
+            write()

@@ -16,9 +16,7 @@ from benchmarks.disks import LoopDisk, why_not
 
 def run(*command: str | Path) -> str:
     """Run a command of the system; returns its output, or raises an error that shows it."""
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout.strip()
 

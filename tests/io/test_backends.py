@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import available_backends, create_backend
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
+from tests.support import raising, run_python
 
 AVAILABLE = available_backends()
 #: Set to 1 to try DeepSpeed's backend as well, where it can run.
@@ -81,13 +81,8 @@ def test_what_deepspeed_compiles_with_is_named_if_missing(tool, monkeypatch):
     if tool == "c++":
         monkeypatch.setattr("shutil.which", lambda name: None)
     else:
-
-        def fail(command, **options):
-            raise subprocess.CalledProcessError(1, command)
-
-        monkeypatch.setattr(subprocess, "run", fail)
-    reason = available_backends()["deepnvme"]
-    assert "apt install g++ libaio-dev" in reason
+        monkeypatch.setattr(subprocess, "run", raising(subprocess.CalledProcessError(1, "c++")))
+    assert "apt install g++ libaio-dev" in available_backends()["deepnvme"]
 
 
 @needs_deepnvme
@@ -138,7 +133,4 @@ region.close()
 
 @needs_deepnvme
 def test_deepspeeds_first_writes_may_come_from_many_threads(disk):
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_WRITES, str(disk)], capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.strip().endswith("True"), done.stderr
+    assert run_python("-c", FIRST_WRITES, disk, timeout=240).strip().endswith("True")

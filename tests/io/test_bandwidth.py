@@ -42,9 +42,9 @@ def run(estimator, way, rate, seconds, begin=0.0):
     """Requests at a steady rate, one at a time; returns when the last completed."""
     now = begin
     while now < begin + seconds:
-        begun, busy = now, estimator.begins(now, saturated=True)
+        begun = estimator.begins(now, saturated=True)
         now += BLOCK / rate
-        estimator.completed(way, BLOCK, now, begun=begun, busy_before=busy, saturated=False)
+        estimator.completed(way, BLOCK, now, begun, saturated=False)
     return now
 
 
@@ -59,11 +59,10 @@ def test_a_saturated_path_shows_its_rate_and_an_unknown_one_none(estimator):
 
 
 def test_an_idle_path_does_not_change_the_estimate(estimator):
-    estimator.seed(read=1e9, write=1e9)
+    estimator.seed(dict.fromkeys(Direction, 1e9))
     for second in range(10):  # a block per second, because nobody asks for more
-        begun, busy = float(second), estimator.begins(float(second), saturated=False)
-        end = begun + 0.9
-        estimator.completed(READ, BLOCK, end, begun=begun, busy_before=busy, saturated=False)
+        begun = estimator.begins(float(second), saturated=False)
+        estimator.completed(READ, BLOCK, second + 0.9, begun, saturated=False)
     assert estimator.rate(READ) == pytest.approx(1e9)
 
 
@@ -77,13 +76,12 @@ def test_a_path_that_slows_down_is_noticed_within_a_second(estimator):
 
 def test_a_path_that_reads_and_writes_at_once_divides_its_time(estimator):
     now = 0.0
-    begun = {way: (now, estimator.begins(now, saturated=way is WRITE)) for way in (READ, WRITE)}
+    begun = {way: estimator.begins(now, saturated=way is WRITE) for way in (READ, WRITE)}
     for _ in range(200):  # half-duplex: 4 ms for a block that is read, 12 for one that is written
         for way, seconds in ((READ, 0.004), (WRITE, 0.012)):
             now += seconds
-            since, busy = begun[way]
-            estimator.completed(way, BLOCK, now, begun=since, busy_before=busy, saturated=False)
-            begun[way] = (now, estimator.begins(now, saturated=True))
+            estimator.completed(way, BLOCK, now, begun[way], saturated=False)
+            begun[way] = estimator.begins(now, saturated=True)
     assert estimator.rate(READ) == pytest.approx(BLOCK / 0.004, rel=0.02)
     assert estimator.rate(WRITE) == pytest.approx(BLOCK / 0.012, rel=0.02)
 
@@ -92,10 +90,10 @@ def test_a_burst_whose_completions_arrive_together_counts_from_its_begin(estimat
     depth = 4
     for burst in range(10):  # 16 MiB in 8 ms, 100 ms apart; completed within 0.1 ms
         now = 0.1 * burst
-        busy = [estimator.begins(now, saturated=slot + 1 == depth) for slot in range(depth)]
-        for slot, before in enumerate(busy):
+        begun = [estimator.begins(now, saturated=slot + 1 == depth) for slot in range(depth)]
+        for slot, each in enumerate(begun):
             end = now + 0.008 + 0.00001 * slot
-            estimator.completed(READ, BLOCK, end, begun=now, busy_before=before, saturated=False)
+            estimator.completed(READ, BLOCK, end, each, saturated=False)
     assert estimator.rate(READ) == pytest.approx(depth * BLOCK / 0.008, rel=0.01)
 
 
@@ -144,8 +142,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache):
-    assert load_rates(IDENTITY) == {}
-    assert load_all_rates() == []
+    assert (load_rates(IDENTITY), load_all_rates()) == ({}, [])
     assert not cache.exists()
     assert save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
@@ -193,7 +190,6 @@ def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):
 
 
 def changed(**parts):
-    """A file of rates with other parts."""
     good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(RATES[READ])}
     return json.dumps({**good, **parts}).encode()
 
@@ -246,8 +242,7 @@ def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog, tmp_path):
 )
 def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed, after):
     found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)
-    assert found.rate == pytest.approx(after)
-    assert (found.nbytes, found.runs) == (150, 4)
+    assert (found.rate, found.nbytes, found.runs) == (pytest.approx(after), 150, 4)
     first = updated_rate(None, observed, 5)
     assert (first.rate, first.source, first.nbytes, first.runs) == (observed, "observed", 5, 1)
     assert first.date.endswith("+00:00")

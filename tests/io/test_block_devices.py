@@ -14,6 +14,7 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import MiB
 from tests.io.conformance import HostMemory, begin
 from tests.io.loop_devices import loop_device, loop_disk, need, run
+from tests.support import run_forked
 
 SIZE = 32 * MiB
 
@@ -29,18 +30,17 @@ def device(file):
         yield made
 
 
-def refusal(path, **options):
+def refusal(path, *words, **options):
     """Why a path is refused; nothing is left open."""
     with pytest.raises(ConfigError) as refused:
         Region(path, "raw", **options)
-    assert "'raw'" in str(refused.value)
-    assert str(path) in str(refused.value)
+    message = str(refused.value)
+    assert [part for part in ("'raw'", str(path), *words) if part not in message] == [], message
     assert not is_open(path)
-    return str(refused.value)
+    return message
 
 
 def is_open(device):
-    """Whether this process has a descriptor of a device."""
     return str(device) in map(os.path.realpath, Path("/proc/self/fd").iterdir())
 
 
@@ -62,16 +62,12 @@ def move(region, offset, data, *, write=False):
 
 @pytest.mark.parametrize("label", [b"", b"label"], ids=["empty", "overwritten"])
 @pytest.mark.parametrize("direct", ["auto", False])
-def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_it_was(
-    device, file, tmp_path, label, direct
-):
+def test_a_device_gives_all_but_its_first_megabyte_which_stays_as_is(device, file, label, direct):
     put(device, 1000, label)
-    link = tmp_path / "by-id"
+    link = file.with_name("by-id")
     link.symlink_to(device)
     region = Region(link, "raw", direct=direct, overwrite=bool(label))
-    assert region.capacity == SIZE - 1 * MiB
-    assert region.path == device
-    assert region.direct == bool(direct)
+    assert (region.capacity, region.path, region.direct) == (SIZE - 1 * MiB, device, bool(direct))
     extent = region.allocate(SIZE - 1 * MiB)
     assert extent.offset == 1 * MiB
     assert region.allocate(1) is None
@@ -93,8 +89,7 @@ def test_the_used_part_is_discarded_and_the_device_is_accepted_again(device, fil
     for _ in range(2):
         region = Region(device, "raw")
         for _ in range(2):
-            extent = region.allocate(4 * MiB)
-            move(region, extent.offset, os.urandom(1 * MiB), write=True)
+            move(region, region.allocate(4 * MiB).offset, os.urandom(1 * MiB), write=True)
         os.fsync(region.fd)
         assert os.stat(file).st_blocks * 512 >= 2 * MiB
         region.close()
@@ -105,11 +100,7 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device):
     region, written = Region(device, "raw"), os.urandom(1 * MiB)
     extent = region.allocate(1 * MiB)
     move(region, extent.offset, written, write=True)
-    child = os.fork()
-    if child == 0:
-        region.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    run_forked(region.close)
     assert move(region, extent.offset, written) == written
     region.close()
 
@@ -134,9 +125,7 @@ def test_a_device_that_is_not_empty_is_refused_without_overwrite(device, caplog,
         run(program, *options, device)
     else:
         put(device, *content)
-    message = refusal(device)
-    assert f"has {name} on it" in message
-    assert "overwrite: true" in message
+    refusal(device, f"has {name} on it", "overwrite: true")
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         Region(device, "raw", overwrite=True).close()
     assert any("being overwritten" in text and name in text for text in caplog.messages)
@@ -150,22 +139,20 @@ def test_a_device_that_is_in_use_is_refused_whatever_the_config_says(device, tmp
     Region(device, "raw").close()
     with loop_disk(tmp_path / "mounted", SIZE) as disk:
         for overwrite in (False, True):
-            assert "is mounted" in refusal(disk.device, overwrite=overwrite)
+            refusal(disk.device, "is mounted", overwrite=overwrite)
 
 
 def test_a_device_that_is_read_only_too_small_or_broken_is_refused(file):
     file.write_bytes(bytes(SIZE))
     with loop_device(file, read_only=True) as device:
-        message = refusal(device)
-    assert "read-only" in message
-    assert "--setrw" in message
+        refusal(device, "read-only", "--setrw")
     with loop_device(file, 1 * MiB) as device:
-        assert "nothing is left" in refusal(device)
+        refusal(device, "nothing is left")
     with loop_device(file, SIZE) as device:
-        assert "only 31 MiB available" in refusal(device, capacity=SIZE)
+        refusal(device, "only 31 MiB available", capacity=SIZE)
         Region(device, "raw", capacity=SIZE - 1 * MiB).close()
         os.truncate(file, 0)
-        assert "cannot be read: Input/output error" in refusal(device, overwrite=True)
+        refusal(device, "cannot be read: Input/output error", overwrite=True)
 
 
 def test_a_user_who_may_not_open_it_is_told_the_group(device, monkeypatch):
@@ -177,19 +164,15 @@ def test_a_user_who_may_not_open_it_is_told_the_group(device, monkeypatch):
         return real(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", open_)
-    message = refusal(device)
-    assert "Permission denied" in message
-    assert f"usermod -aG {device.group()}" in message
+    refusal(device, "Permission denied", f"usermod -aG {device.group()}")
 
 
 def test_what_is_no_device_is_told_so(disk):
-    message = refusal(Path("/dev/no-such-device"))
-    assert "there is no device" in message
-    assert "mkdir" not in message
-    assert "overwrite: true is for block devices" in refusal(disk, overwrite=True)
+    assert "mkdir" not in refusal(Path("/dev/no-such-device"), "there is no device")
+    refusal(disk, "overwrite: true is for block devices", overwrite=True)
 
 
 def test_without_wipefs_a_device_is_refused_unless_it_may_be_overwritten(device, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, path: "/nowhere/wipefs")
-    assert "Install util-linux" in refusal(device)
+    refusal(device, "Install util-linux")
     Region(device, "raw", overwrite=True).close()

@@ -23,11 +23,10 @@ from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import available_backends, create_backend
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
+from tests.support import raising
 
 
 class CuFile:
-    """A file as the library opens it."""
-
     def __init__(self, library, file, flags="r"):
         self.library = library
         self._fd = os.open(file, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags] | os.O_DIRECT)
@@ -141,10 +140,7 @@ def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(library
     for write in (True, False):
         assert begin(backend, region.fd, memory, write=write, offset=PAGE_BYTES).get() is None
         assert begin(backend, region.fd, HostMemory(BLOCK), write=write).get() is None
-    assert library.moved == [
-        ("write", PAGE_BYTES, BLOCK - 5, BLOCK),
-        ("read", PAGE_BYTES, BLOCK - 5, BLOCK),
-    ]
+    assert library.moved == [(way, PAGE_BYTES, BLOCK - 5, BLOCK) for way in ("write", "read")]
     assert len(library.open_files) == 1
 
 
@@ -181,25 +177,19 @@ def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(libr
     "without", ["nothing", "a direct mode", "GPUDirect Storage", "a GPU", "a driver"]
 )
 def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without):
-    def broken(name):
-        raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: without != "a GPU")
     library.compatibility_mode = without == "a direct mode"
     library.gds = without != "GPUDirect Storage"
     if without == "a driver":
-        monkeypatch.setattr(library.driver, "get", broken)
+        monkeypatch.setattr(library.driver, "get", raising(RuntimeError("not initialised")))
     backend = create_backend("auto", threads=1, block_size=BLOCK)
     assert type(backend) is (KvikioBackend if without == "nothing" else PosixBackend)
     backend.close()
 
 
 def test_a_library_that_does_not_load_is_a_reason(monkeypatch):
-    def broken():
-        raise ImportError("libcuda.so.1: cannot open shared object file")
-
+    broken = raising(ImportError("libcuda.so.1: cannot open shared object file"))
     monkeypatch.setattr(backend_module, "_cufile", broken)
-    reason = available_backends()["kvikio"]
-    assert "libcuda.so.1" in reason
+    assert "libcuda.so.1" in available_backends()["kvikio"]
     with pytest.raises(ConfigError, match="libcuda"):
         create_backend("kvikio", threads=1, block_size=BLOCK)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
 from tests.io.backends import ManualBackend, submit
+from tests.store.rig import meanwhile
+from tests.support import raising
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
@@ -95,12 +98,6 @@ def test_a_process_alone_sees_no_others_and_may_close_twice_and_release_late(loc
     assert lock.others() == 0
 
 
-def acquire_in_background(lock):
-    acquired = threading.Event()
-    threading.Thread(target=lambda: (lock.acquire(), acquired.set()), daemon=True).start()
-    return acquired
-
-
 def test_a_lock_that_cannot_be_released_is_given_up(disk, monkeypatch):
     flock = fcntl.flock
 
@@ -127,18 +124,18 @@ def test_others_are_seen_and_one_process_has_the_lock_until_it_releases_it_or_di
     assert [each.answer() for each in (first, second, elsewhere)] == ["ready"] * 3
     until(lambda: lock.others() == 2)
     first.call("acquire")
-    acquired = acquire_in_background(lock)
-    assert not acquired.wait(0.1)
+    acquired = meanwhile(lock.acquire)
+    assert not wait([acquired], 0.1).done
     first.call("release")
-    assert acquired.wait(20)
+    acquired.result(20)
     second.begin("acquire")  # and the other way round
     assert not second.answers(0.1)
     lock.release()
     assert second.answer() == "acquire"
-    acquired = acquire_in_background(lock)
-    assert not acquired.wait(0.1)
+    acquired = meanwhile(lock.acquire)
+    assert not wait([acquired], 0.1).done
     second.end(signal.SIGKILL)
-    assert acquired.wait(20)
+    acquired.result(20)
     until(lambda: lock.others() == 1)
     first.end(signal.SIGTERM)
     until(lambda: lock.others() == 0)
@@ -165,8 +162,6 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock, disk):
 
 # ---------------------------------------------------------------------- queues
 class FakePathLock:
-    """A path lock that the test grants."""
-
     works = True
     path = Path("/fake")
 
@@ -275,10 +270,7 @@ def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(queue
 def test_a_read_begins_without_a_lock_that_does_not_work_or_that_no_thread_can_wait_for(
     queue, manual, monkeypatch, owner, call, error
 ):
-    def refuse(*_):
-        raise error
-
-    monkeypatch.setattr(owner, call, refuse)
+    monkeypatch.setattr(owner, call, raising(error))
     done = submit(queue, 0, 1, READ)
     until(lambda: bool(manual.waiting))
     manual.complete_all()

@@ -20,6 +20,8 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
 from tests.io.conformance import HostMemory, Outcome, begin
+from tests.store.rig import meanwhile
+from tests.support import raising
 
 BLOCK = 16 * PAGE_BYTES
 CALLS = pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -92,7 +94,6 @@ def test_an_error_of_one_of_several_adjacent_requests_is_its_own(
 
 
 def cached_pages(fd, nbytes):
-    """How many pages of a file are in the page cache."""
     system = ctypes.CDLL(None, use_errno=True)
     if not hasattr(system, "mincore"):
         pytest.skip("this system cannot tell what is in the page cache")
@@ -171,8 +172,7 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
     for number in range(3):
         pool.submit(lambda number=number: ran.append(number))
         pool.end_threads()
-        assert our_threads() == set()
-        assert ran[-1] == number
+        assert (our_threads(), ran[-1]) == (set(), number)
     occupy(pool).set()
     for thread in our_threads():  # it does not wait for another job any more
         thread.join(thread_pool.IDLE_SECONDS / 2)
@@ -180,10 +180,8 @@ def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool):
 
 
 def test_where_no_thread_can_start_a_running_one_is_enough_and_else_the_job_never_runs(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
     pool, ran = ThreadPool("ssd-offload-test", 2), []
+    refuse = raising(RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         pool.submit(lambda: ran.append("refused"))
@@ -265,13 +263,10 @@ def test_an_idle_thread_warns_of_a_caller_whose_job_does_not_end(monkeypatch):
         assert warned.wait(30)
 
     pool.submit(silent)  # no thread but the caller's is free for it
-    returned: list[bool] = []
-    caller = threading.Thread(target=lambda: returned.append(pool.run_queued("/mnt/nvme0")))
-    caller.start()
+    caller = meanwhile(pool.run_queued, "/mnt/nvme0")
     assert running.wait(30)
     second.set()  # idle from here on, that thread watches the caller
     assert warned.wait(30)
-    caller.join(30)
-    assert returned == [True]
+    assert caller.result(30) is True
     first.set()
     pool.close(30)

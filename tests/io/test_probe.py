@@ -44,11 +44,7 @@ def backend():
 
 
 class WatchedBackend(Backend):
-    """Records what it is given, and may go wrong.
-
-    An error that `fault` returns for a request is its end, one that it raises comes out of
-    `submit`.
-    """
+    """Records what it is given; `fault` may return the error of a request, or raise in `submit`."""
 
     def __init__(self, inner, fault=lambda *_: None):
         self.inner, self.fault = inner, fault
@@ -164,8 +160,7 @@ def test_when_it_ends_early_it_says_why_and_waits_for_what_is_in_flight(region, 
     else:
         assert str(ended.value) == ("the backend is at its end" if how == "is refused" else "")
     assert slow_one_ended.is_set()
-    assert watched.in_flight == 0
-    assert region.used_bytes == 0
+    assert watched.in_flight == region.used_bytes == 0
 
 
 def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(region, monkeypatch):

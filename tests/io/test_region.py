@@ -21,6 +21,7 @@ from offload_strategy.io.regions.directory_check import check_capacities, check_
 from offload_strategy.io.regions.region import ExtentAllocator, Region
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
 from tests.io.loop_devices import loop_device, loop_disk
+from tests.support import raising
 
 
 @pytest.fixture(params=["unnamed", "unlinked"])
@@ -39,8 +40,7 @@ def region(request, disk, monkeypatch):
 
 def test_the_file_has_no_name_its_owner_alone_may_read_it_and_blocks_are_there_early(region, disk):
     status = os.fstat(region.fd)
-    assert list(disk.iterdir()) == []
-    assert status.st_nlink == 0
+    assert (list(disk.iterdir()), status.st_nlink) == ([], 0)
     assert stat.S_ISREG(status.st_mode)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert not os.get_inheritable(region.fd)
@@ -95,12 +95,10 @@ SPARSE = [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None]
 
 @pytest.mark.parametrize("answer", [*SPARSE, errno.ENOSPC, errno.EIO])
 def test_a_system_may_not_preallocate_be_full_or_fail(region, monkeypatch, answer):
-    def refuse(*_):
-        raise OSError(answer, os.strerror(answer))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
     if answer is None:
         monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", raising(OSError(answer, os.strerror(answer))))
     if answer in SPARSE:
         assert region.allocate(1 * MiB) is not None
         assert os.fstat(region.fd).st_size == 64 * MiB
@@ -133,9 +131,7 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
     disk, monkeypatch, caplog, how
 ):
     real_fcntl, direct = fcntl.fcntl, os.O_DIRECT
-
-    def refuse(*_):
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    refuse = raising(OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
 
     def fcntl_(fd, command, flags=0):
         return refuse() if flags & direct else real_fcntl(fd, command, flags)

@@ -152,7 +152,6 @@ class Twisted(Optimizer):
 
 
 def twisted(twist: Any, **shared: Any) -> Callable[[Any], Optimizer]:
-    """Make a function that makes such an optimizer."""
     return lambda params: Twisted(params, twist, **shared)
 
 

@@ -38,8 +38,7 @@ class Net(nn.Module):
         self.out.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.unused = nn.Linear(3, 3)
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.sometimes = nn.Linear(6, 6)
         self.skewed = nn.Parameter(torch.randn(6, 4).t())
 
@@ -81,14 +80,12 @@ def make_layers(count: int, width: int) -> nn.Sequential:
 
 
 def batch(number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 + number)
-    return torch.randint(0, 11, (4, 5), generator=generator)
+    return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(100 + number))
 
 
 def loss_of(model: nn.Module, number: int, extra: bool = False) -> torch.Tensor:
     tokens = batch(number)
-    logits = model(tokens, extra)
-    return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+    return F.cross_entropy(model(tokens, extra).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def snapshot(model: nn.Module, *optimizers: Optimizer, gradients: bool = True) -> Numbers:
@@ -168,10 +165,9 @@ def steps(
 
 def _groups(model: nn.Module) -> list[dict[str, object]]:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
     return [
         {"params": matrices[:3], "lr": 3e-2, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         {"params": matrices[3:]},
     ]
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from offload_strategy import OffloadEngine, OffloadError
-from offload_strategy.errors import ConfigError
+from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import QUANTIZED, UNSUPPORTED, Twisted, coupled, noise
@@ -95,8 +94,6 @@ MAKE = {
     **QUANTIZED,
 }
 ROUNDED = Precision(state_dtype=torch.bfloat16)
-MASTERS = Precision(master_weights=True)
-ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +103,8 @@ ROUNDED_WITH_MASTERS = Precision(state_dtype=torch.bfloat16, master_weights=True
         ("AdamW", torch.float32, Precision(), 8),
         ("AdamW", torch.float32, ROUNDED, 4),
         ("AdamW", torch.bfloat16, ROUNDED, 4),
-        ("AdamW", torch.bfloat16, MASTERS, 12),
-        ("AdamW", torch.bfloat16, ROUNDED_WITH_MASTERS, 8),
+        ("AdamW", torch.bfloat16, Precision(master_weights=True), 12),
+        ("AdamW", torch.bfloat16, Precision(torch.bfloat16, master_weights=True), 8),
         ("momentum", torch.float32, Precision(), 1),
         ("torchao AdamW8bit", torch.float32, Precision(), 2),
         ("torchao AdamW4bit", torch.float32, Precision(), 1),
@@ -128,11 +125,8 @@ def test_bytes_of_states_are_known_and_all_that_is_moved(kind, dtype, precision,
     if per_element is not None:
         elements = sum(p.numel() for p in parameters)
         assert expected == pytest.approx(per_element * elements, rel=error)
-    options = {
-        "state_dtype": "float32" if precision.state_dtype is None else "bfloat16",
-        "master_weights": precision.master_weights,
-        "subgroup_size": 10**6,
-    }
+    options = {"master_weights": precision.master_weights, "subgroup_size": 10**6}
+    options["state_dtype"] = "float32" if precision.state_dtype is None else "bfloat16"
     with offloading(disk, "off", optimizer=options) as engine:
         optimizer = engine.attach(None, MAKE[kind](parameters))
         for step in (1, 2):

@@ -48,8 +48,7 @@ def _late_gradients(run):
 )
 def test_six_steps_of(name, host, overlap, disk):
     metrics = compare(_late_gradients, OPTIMIZERS[name], disk, overlap, host)
-    on_disk = metrics["offload/tier/nvme/used_bytes"]
-    assert (on_disk > 0) == (name != "SGD" and host != "1MiB")
+    assert (metrics["offload/tier/nvme/used_bytes"] > 0) == (name != "SGD" and host != "1MiB")
     if host is not None:
         assert metrics["offload/tier/host/used_bytes"] > 0
 
@@ -95,8 +94,7 @@ def _two_that_alternate(run):
     first = run.wrap(Adam(makes.parameters(), 1e-3), makes)
     second = run.wrap(AdamW(judges.parameters(), 1e-3, fused=True), judges)
     for step in range(8):
-        generator = torch.Generator().manual_seed(step)
-        noise = torch.randn(4, 8, generator=generator)
+        noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         second.zero_grad()
         lost = (judges(makes(noise).detach()) - judges(torch.randn(4, 16))).mean()
         lost.backward()
@@ -229,8 +227,7 @@ def test_updates_run_under_the_autocast_of_their_step(steps_inside, overlap, dis
 def _some_inputs_only(run):
     for number in range(4):
         run.optimizer.zero_grad()
-        chosen = [run.model.first.weight, run.model.scale]
-        loss_of(run.model, number).backward(inputs=chosen)
+        loss_of(run.model, number).backward(inputs=[run.model.first.weight, run.model.scale])
         run.step()
         run.backward(number)
         run.step()
@@ -429,6 +426,5 @@ def test_parameters_are_sliced_where_that_gives_the_same_bits(name, overlap, dis
             assert sliced > 20 if name in ELEMENTWISE else sliced == 0
 
     #: Rows of them are no multiple of anything.
-    make_model = partial(WideNet, 37, 1000, 331)
-    make = {**OPTIMIZERS, **WHOLE}[name]
-    compare(script, make, disk, overlap, make_model=make_model, subgroup_size=3000)
+    options = {"make_model": partial(WideNet, 37, 1000, 331), "subgroup_size": 3000}
+    compare(script, {**OPTIMIZERS, **WHOLE}[name], disk, overlap, **options)

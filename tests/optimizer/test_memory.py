@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from offload_strategy import OffloadEngine
-from offload_strategy.errors import ConfigError
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import Arena
@@ -19,8 +18,7 @@ from tests.training import assert_same_bits, attached, moved, on_disk, settings,
 
 
 def _backward(model):
-    width = model[0].in_features
-    model(torch.ones(2, width)).pow(2).mean().backward()
+    model(torch.ones(2, model[0].in_features)).pow(2).mean().backward()
 
 
 def _train(model, engine, watch=lambda model: None, steps=3):
@@ -72,8 +70,7 @@ def test_new_weights_stay_in_memory_where_there_is_room(has_room, disk, monkeypa
 @pytest.mark.parametrize("kept", ["nothing", "alias", "numpy", "strides"])
 def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, monkeypatch, aheads):
     give_room_for_new_weights(monkeypatch, True)
-    keeping = []
-    found = []
+    keeping, found = [], []
 
     def keep(parameter):
         """Runs before the engine's own hook, and sees the plain gradient."""
@@ -86,8 +83,7 @@ def test_new_weights_take_the_memory_of_a_gradient_that_is_unused(kept, disk, mo
     def watch(model):
         if len(found) == 1:  # others may not be updated ahead
             [(address, gradient)] = found
-            new_weights = aheads[0].new_weights[0]
-            assert (new_weights.data_ptr() == address) == (kept == "nothing")
+            assert (aheads[0].new_weights[0].data_ptr() == address) == (kept == "nothing")
             assert torch.equal(model[0].weight.grad, gradient)
             # What somebody may change at any time stays where it is.
             assert _stored(model) == [kept not in ("alias", "numpy")]
@@ -112,8 +108,7 @@ def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(disk, monkeypatc
     for memory, expected in (("3MiB", [True, True, False, False]), ("1GiB", [False] * 4)):
         options = {"gradient_memory": memory, "subgroup_size": 100_000}
         with offloading(disk, optimizer=options) as engine:
-            model = make_layers(4, _WIDE)
-            storages = []
+            model, storages = make_layers(4, _WIDE), []
             for parameter in model.parameters():  # before the engine's own hook
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, kept=storages: kept.append(weakref.ref(p.grad.untyped_storage()))
@@ -183,15 +178,10 @@ def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, dis
         give_back(arena, block)
 
     monkeypatch.setattr(Arena, "_give_back", noted)
-    config = settings(
-        disk,
-        host,
-        optimizer={"overlap": overlap, "subgroup_size": 1024**2},
-        activations={"enabled": activations},
-        memory={"pinned": "128MiB"},
-    )
+    sections = {"activations": {"enabled": activations}, "memory": {"pinned": "128MiB"}}
+    sections["optimizer"] = {"overlap": overlap, "subgroup_size": 1024**2}
     after_backward = []
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(settings(disk, host, **sections)) as engine:
         pools.append(engine._resources.pool)
         model = make_layers(3, 1024)
         _train(model, engine, lambda _: after_backward.append(len(given_back)), _WARM_UP + _STEPS)

@@ -1,9 +1,11 @@
 """When updates run during backward, and where weights, states and gradients are between steps."""
 
+import copy
 import gc
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -56,8 +58,7 @@ def test_what_is_in_host_memory_stays_there(overlap, disk):
             on_disk(engine)
             written.append(moved(engine, "optimizer"))
             assert host.used_bytes == 2 * 2 * 64 * 4
-        per_step = {later - earlier for earlier, later in pairwise(written)}
-        assert per_step == {2 * 2 * 64 * 4}
+        assert {later - earlier for earlier, later in pairwise(written)} == {2 * 2 * 64 * 4}
 
 
 # ---------------------------------------------------------------------- eager
@@ -76,8 +77,7 @@ def test_gradients_that_were_used_are_refused_from_the_first_step(disk):
 def test_weights_change_during_backward_and_gradients_are_freed(disk):
     with offloading(disk, "eager", host="1MiB") as engine:
         run = Run(adamw, engine)
-        alive = []
-        parameter = run.model.tied.weight
+        alive, parameter = [], run.model.tied.weight
         before = parameter.detach().clone()
         for each in run.model.parameters():
             if each.requires_grad:
@@ -112,8 +112,71 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_a_step_after_states_were_loaded_since_backward_is_refused(disk):
+    with offloading(disk, "eager") as engine:
+        run = Run(adamw, engine)
+        run.backward(0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        state = copy.deepcopy(run.optimizer.state_dict())
+        run.optimizer.load_state_dict(state)  # no gradient has been used
+        run.backward(1)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.optimizer.load_state_dict(state)
+        with pytest.raises(OffloadError, match=r"loaded between a backward pass and its step\(\)"):
+            run.optimizer.step()
+        run.model.zero_grad()
+        run.backward(3)
+        run.optimizer.step()
         on_disk(engine)
         assert engine._resources.pool.usage().lent_bytes == 0
+
+
+# ---------------------------------------------------------------------- gradients that are kept
+def _halve_arrays(kept):
+    for each in kept:
+        np.multiply(each.numpy(), 0.5, out=each.numpy())
+
+
+KEPT_EDITS = {
+    "none": lambda kept: None,
+    "one by one": lambda kept: [each.mul_(0.5) for each in kept],
+    "listed": lambda kept: torch._foreach_mul_(kept, 0.5),
+    "in place through numpy": _halve_arrays,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("none", ""), *product([*KEPT_EDITS][1:], ["gradients", "aliases", "arrays"])],
+)
+def test_gradients_that_are_kept_over_steps_may_be_edited(name, kind, disk):
+    """`zero_grad(set_to_none=False)` keeps their memory; without edits updates run ahead."""
+
+    def script(run):
+        kept = []
+        for number in range(5):
+            run.optimizer.zero_grad(set_to_none=False)
+            run.backward(number)
+            if name != "none":
+                gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+                views = {
+                    "gradients": lambda g: g,
+                    "aliases": lambda g: g.data,
+                    "arrays": lambda g: torch.from_numpy(g.numpy()),
+                }
+                kept = kept or [views[kind](each) for each in gradients]
+            KEPT_EDITS[name](kept)
+            run.step()
+
+    metrics = compare(script, adamw, disk)
+    if name == "none":
+        assert metrics["offload/optimizer/speculated_steps"] == 5
+        assert metrics["offload/optimizer/redone_steps"] == 0
 
 
 # ---------------------------------------------------------------------- clipping and loss scaling
@@ -131,10 +194,7 @@ def place(request, disk):
 def _steps_ahead(make, script, *where):
     """Train with and without offload; returns the steps that ran ahead, and those in vain."""
     metrics = compare(script, make, *where)
-    return (
-        metrics["offload/optimizer/speculated_steps"],
-        metrics["offload/optimizer/redone_steps"],
-    )
+    return [metrics[f"offload/optimizer/{verb}_steps"] for verb in ("speculated", "redone")]
 
 
 def _each(do):
@@ -164,17 +224,14 @@ ALIKE = [
     lambda g: g.clamp_(max=1e-3).mul_(2),
 ]
 NOW_AND_THEN = (7, 13)
-FORESEEN = (STEPS, STEPS - 3, 1)
+UNCHANGED, FORESEEN = (STEPS, STEPS, 0), (STEPS, STEPS - 3, 1)
 
 #: What is done to gradients, in how many steps, how many run ahead, and how many of those in vain.
 CLIPS = {
-    "a norm that never bites": (_limit(lambda _: 1e9), (STEPS, STEPS, 0)),
-    "a largest value that never bites": (
-        _limit(lambda _: 1e9, norm_type=torch.inf),
-        (STEPS, STEPS, 0),
-    ),
-    "factors of one": (_each(_changing_nothing), (STEPS, STEPS, 0)),
-    "reading": (_each(lambda g: g.sum()), (STEPS, STEPS, 0)),
+    "a norm that never bites": (_limit(lambda _: 1e9), UNCHANGED),
+    "a largest value that never bites": (_limit(lambda _: 1e9, norm_type=torch.inf), UNCHANGED),
+    "factors of one": (_each(_changing_nothing), UNCHANGED),
+    "reading": (_each(lambda g: g.sum()), UNCHANGED),
     "a limit of values": (lambda m, _: clip_grad_value_(m.parameters(), 1e-3), FORESEEN),
     "a factor": (_each(lambda g: g.mul_(0.5)), FORESEEN),
     "a divisor": (_each(lambda g: g.div_(3)), FORESEEN),
@@ -208,7 +265,7 @@ def test_updates_run_ahead_where_what_happens_to_gradients_is_foreseen(name, pla
             if isinstance(seen, torch.Tensor):
                 run.history[-1]["seen"] = seen.detach().clone()
 
-    assert [*_steps_ahead(adamw, train, place)] == expected
+    assert _steps_ahead(adamw, train, place) == expected
 
 
 @pytest.mark.parametrize(
@@ -230,7 +287,7 @@ def test_loss_scaling_with_overflows(overlap, overflows, clip, place):
             loss = loss_of(run.model, number)
             scaler.scale(loss).backward()
             if number in overflows:
-                gradient = run.model.first.weight.grad
+                gradient = run.model.first.weight.grad  # held on to past the step, as users may
                 assert gradient is not None
                 gradient[0, 0] = float("inf")
             if clip is not None:

@@ -38,11 +38,9 @@ def make_model(dtype):
 
 
 def backward(model, number):
-    generator = torch.Generator().manual_seed(number)
-    dtype = next(model.parameters()).dtype
     model.zero_grad()
-    x = torch.randn(12, 24, generator=generator).to(dtype)
-    model(x).float().pow(2).mean().backward()
+    x = torch.randn(12, 24, generator=torch.Generator().manual_seed(number))
+    model(x.to(model[0].weight.dtype)).float().pow(2).mean().backward()
 
 
 class Reference:
@@ -99,6 +97,7 @@ SECTIONS = [
 #: The others take turns with one of these each.
 IN_ALL_SECTIONS = ["AdamW fused", "Adam amsgrad fused", "RMSprop centered foreach", "a late state"]
 IN_TURN = ["ASGD", "AdamW", "Adagrad", "NAdam", "SGD", "SGD momentum", "AdamW foreach"]
+TRIED = [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)]
 #: Only float32 states are rounded, and only half weights have masters.
 WITHOUT_EFFECT = [
     *((dtype, BFLOAT16) for dtype in (torch.float64, torch.bfloat16, torch.float16)),
@@ -109,12 +108,7 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize(
     ("name", "section", "overlap"),
     [
-        *(
-            (*pair, overlap)
-            for pair, overlap in in_turn(
-                [*product(IN_ALL_SECTIONS, SECTIONS), *in_turn(IN_TURN, SECTIONS)], EVERY_OVERLAP
-            )
-        ),
+        *((*pair, overlap) for pair, overlap in in_turn(TRIED, EVERY_OVERLAP)),
         *(("AdamW", section, "commit") for section in WITHOUT_EFFECT),
     ],
 )
@@ -173,8 +167,7 @@ def test_loading_casts_states_as_a_plain_optimizer_does(name, own, stored, disk)
 # ---------------------------------------------------------------------- stochastic rounding
 def _rounded(value, update, count=4096):
     stored = torch.empty(count, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(update)
-    copy_rounded(stored, torch.full((count,), value), generator)
+    copy_rounded(stored, torch.full((count,), value), torch.Generator().manual_seed(update))
     return stored
 
 
@@ -182,13 +175,11 @@ def test_stochastic_rounding_keeps_the_mean_and_values_of_bfloat16():
     value = 1.0 + 0.3 / 128  # three tenths of a step above 1
     stored = _rounded(value, 0)
     assert set(stored.tolist()) == {1.0, 1.0 + 1 / 128}
-    share = (stored > 1).float().mean().item()
-    assert abs(share - 0.3) < 0.04  # five standard deviations
+    assert abs((stored > 1).float().mean().item() - 0.3) < 0.04  # five standard deviations
     assert torch.equal(stored, _rounded(value, 0))
     assert not torch.equal(stored, _rounded(value, 1))
     for kept in (0.0, 1.0, -2.5, torch.inf, -torch.inf, torch.nan, 2.0**-130):
-        exact = torch.full((4096,), kept).to(torch.bfloat16)
-        assert bits(_rounded(kept, 0)) == bits(exact)
+        assert bits(_rounded(kept, 0)) == bits(torch.full((4096,), kept).to(torch.bfloat16))
 
 
 def test_small_changes_add_up_only_with_stochastic_rounding(disk):

@@ -44,13 +44,9 @@ class AnyTraining(RuleBasedStateMachine):
     def start(self, kind, overlap, host, activations):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name)
-        config = engine_settings(
-            self.path,
-            host,
-            optimizer={"overlap": overlap, "subgroup_size": 60},
-            activations={"enabled": activations},
-        )
-        self.engine = OffloadEngine(config)
+        section = {"overlap": overlap, "subgroup_size": 60}
+        sections = {"optimizer": section, "activations": {"enabled": activations}}
+        self.engine = OffloadEngine(engine_settings(self.path, host, **sections))
         self.runs = [Run(OPTIMIZERS[kind]), Run(OPTIMIZERS[kind])]
         self.runs[1].optimizer = self.engine.attach(self.runs[1].model, self.runs[1].optimizer)
         self.graphs = []

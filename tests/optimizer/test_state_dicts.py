@@ -28,19 +28,15 @@ from tests.training import assert_same_bits, assert_same_history, attached, bits
 
 MAKE = {
     "AdamW": adamw,
-    "SGD momentum": OPTIMIZERS["SGD momentum"],
-    "SGD": OPTIMIZERS["SGD"],
-    "Adam amsgrad": OPTIMIZERS["Adam amsgrad fused"],
+    **{name: OPTIMIZERS[name] for name in ("SGD momentum", "SGD", "Adam amsgrad fused")},
     "of somebody else's": OPTIMIZERS["of somebody else's"],
-    "named groups": lambda m: AdamW(
-        [
-            {"params": list(m.named_parameters())[:3], "lr": 0.1},
-            {"params": list(m.named_parameters())[3:]},
-        ],
-        1e-2,
-    ),
+    "named groups": lambda m: _named_groups([*m.named_parameters()]),
     **QUANTIZED,
 }
+
+
+def _named_groups(named):
+    return AdamW([{"params": named[:3], "lr": 0.1}, {"params": named[3:]}], 1e-2)
 
 
 def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
@@ -71,9 +67,10 @@ def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
 def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
     """Plain, offloaded, and changing over in the middle: all the same."""
     quantized = name in QUANTIZED
+    make_model = WideNet if quantized else make_net
 
     def new_run(engine=None):
-        return Run(MAKE[name], engine, overlap == "eager", WideNet if quantized else make_net)
+        return Run(MAKE[name], engine, overlap == "eager", make_model)
 
     def handed_over(run, engine):
         state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
@@ -174,8 +171,7 @@ def test_quantized_states_are_not_rounded_once_more(name, disk):
 
 def test_parameters_that_an_optimizer_moves_are_refused(disk):
     model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
-    optimizer = QUANTIZED["bitsandbytes AdamW8bit"](model)
-    _assert_refused(disk, model, optimizer, "make them contiguous")
+    _assert_refused(disk, model, QUANTIZED["bitsandbytes AdamW8bit"](model), "make them contiguous")
 
 
 def test_random_rounding_is_refused(disk):

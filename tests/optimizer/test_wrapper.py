@@ -1,8 +1,9 @@
 """The offloaded optimizer behaves like the one that it wraps, and loses no state in failures."""
 
 import copy
+import errno
 import gc
-import os
+import inspect
 import pickle
 import warnings
 from contextlib import contextmanager
@@ -20,8 +21,17 @@ from offload_strategy.optimizer import subgroup_update
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT
 from offload_strategy.optimizer.user_class import inner_step
-from tests.optimizer.runs import Run, adamw, compare, make_net, offloading, snapshot, steps
-from tests.training import assert_same_bits, bits, in_turn, on_disk, weights
+from tests.optimizer.runs import (
+    Run,
+    adamw,
+    compare,
+    make_layers,
+    make_net,
+    offloading,
+    snapshot,
+    steps,
+)
+from tests.training import assert_same_bits, bits, break_disk, in_turn, on_disk, weights
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -76,8 +86,7 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
     def script(run):
         model = run.model
         some = [model.first.weight, model.norm.weight, model.out.weight]
-        chosen = {id(parameter) for parameter in some}
-        rest = [p for p in model.parameters() if id(p) not in chosen]
+        rest = [p for p in model.parameters() if not any(p is one for one in some)]
         run.optimizer = run.wrap(AdamW(some, 1e-2))
         for number in range(9):
             model.zero_grad()
@@ -91,8 +100,7 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
             if number == 2:
                 group["betas"][0] = 0.5
             if number == 5:
-                replaced = model.first.weight
-                model.first.weight = nn.Parameter(replaced.detach() * 0.5)
+                model.first.weight = nn.Parameter(model.first.weight.detach() * 0.5)
                 group["params"][0] = model.first.weight
             if number == 7:
                 del group["params"][1]
@@ -100,6 +108,39 @@ def test_groups_may_be_added_and_changed_by_hand(when, overlap, disk):
                 run.backward(number, extra=True)
             run.optimizer.step()
             run.history.append(snapshot(model))  # who is gone has a state only in plain torch
+
+    compare(script, None, disk, overlap)
+
+
+GROUP_EDITS = {
+    "deleted": lambda groups: groups.pop(0),
+    "swapped": lambda groups: groups.reverse(),
+    "without a parameter": lambda groups: groups[0]["params"].pop(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "overlap"),
+    [("between steps", "commit"), ("between steps", "eager"), ("before a step", "commit")],
+)
+@pytest.mark.parametrize("name", GROUP_EDITS)
+def test_groups_that_are_edited_in_place_are_planned_again(name, when, overlap, disk):
+    def script(run):
+        run.model = make_layers(4, 8)
+        groups = [
+            {"params": [run.model[i].weight for i in (j, j + 1)], "lr": 0.1 / (j + 1)}
+            for j in (0, 2)
+        ]
+        run.optimizer = run.wrap(AdamW(groups))
+        for number in range(5):
+            if (number, when) == (2, "between steps"):
+                GROUP_EDITS[name](run.optimizer.param_groups)
+            run.model.zero_grad()
+            run.model(torch.full((2, 8), number / 2 - 0.4)).pow(2).sum().backward()
+            if (number, when) == (2, "before a step"):
+                GROUP_EDITS[name](run.optimizer.param_groups)
+            run.optimizer.step()
+            run.history.append(snapshot(run.model, gradients=overlap == "commit"))
 
     compare(script, None, disk, overlap)
 
@@ -231,6 +272,16 @@ def test_it_is_an_instance_of_the_users_class_with_what_that_has(disk):
         assert type(engine.attach(None, Final(make_net().parameters(), 0.1))) is OffloadedOptimizer
 
 
+@pytest.mark.parametrize("kind", [AdamW, Final])
+@pytest.mark.parametrize("name", ["param_groups", "defaults", "state"])
+def test_frameworks_find_what_they_look_up_statically(kind, name, disk):
+    """As `isinstance` with a runtime protocol does, which Lightning has."""
+    net = make_net()
+    with offloading(disk) as engine:
+        optimizer = engine.attach(net, kind(net.parameters(), 0.1))
+        assert isinstance(inspect.getattr_static(type(optimizer), name), property)
+
+
 # ---------------------------------------------------------------------- when things go wrong
 @contextmanager
 def _update_fails(monkeypatch, call, error):
@@ -262,12 +313,10 @@ def test_an_update_that_is_interrupted_loses_no_state(overlap, call, disk, monke
             run.optimizer.step()
         after = run.optimizer.state_dict()
         assert list(after["state"]) == list(before["state"])
-        changed = [
-            key
-            for key, state in after["state"].items()
-            if bits(state["exp_avg"]) != bits(before["state"][key]["exp_avg"])
-        ]
-        assert (len(changed) > 0) == (overlap == "off" and call == 1)
+        then, now = (
+            [bits(s["exp_avg"]) for s in each["state"].values()] for each in (before, after)
+        )
+        assert (now != then) == (overlap == "off" and call == 1)
         run.optimizer.zero_grad()
         steps(run, 2, start=3)
 
@@ -275,16 +324,14 @@ def test_an_update_that_is_interrupted_loses_no_state(overlap, call, disk, monke
 @pytest.mark.parametrize("masters", [True, False])
 def test_an_update_that_fails_between_chunks_loses_no_state(masters, disk, monkeypatch):
     monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 512)
-    dtype, section = torch.float32, {"state_dtype": "bfloat16", "subgroup_size": 10_000}
-    if masters:
-        dtype, section = torch.bfloat16, {"master_weights": True, "subgroup_size": 10_000}
-    parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16 if masters else torch.float32))
+    section = {"master_weights": True} if masters else {"state_dtype": "bfloat16"}
 
     def step():
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
-    with offloading(disk, "off", optimizer=section) as engine:
+    with offloading(disk, "off", optimizer={**section, "subgroup_size": 10_000}) as engine:
         optimizer = engine.attach(None, AdamW([parameter], 1e-2))
         for _ in range(2):
             step()
@@ -310,12 +357,9 @@ def test_a_disk_that_breaks_loses_no_state(disk, monkeypatch):
         run = Run(adamw, engine)
         steps(run, 1)
 
-        def broken(*args):
-            raise OSError(5, "Input/output error")
-
         on_disk(engine)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", broken)
+            break_disk(patch, "pwritev", errno.EIO)
             run.optimizer.zero_grad()
             run.backward(1)
             # The write fails some time after it was asked for.

@@ -117,7 +117,6 @@ def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
     parser = argparse.ArgumentParser(prog="tests.peers", description=__doc__)
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("checkout", type=Path)

@@ -29,25 +29,15 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Peer:
-    """A project, of which a checkout has the tests and the environment the package.
+    """A project, of which a checkout has the tests and the environment the package."""
 
-    Args:
-        package: what is installed; its version is noted next to that of the checkout.
-        tests: files, folders or tests to run, relative to the folder, one pytest process each.
-        offload: switches the package on, in the process of its tests.
-        folder: of the checkout, from which its tests run.
-        options: of pytest, for example to leave out tests that choose another strategy by name.
-        variables: of the environment of its tests.
-        prepare: is called with that folder before: makes what the tests would load from a hub.
-    """
-
-    package: str
-    tests: tuple[str, ...]
-    offload: Callable[[], None]
-    folder: str = ""
-    options: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
-    prepare: Callable[[Path], None] = lambda _: None
+    package: str  # what is installed; its version is noted next to that of the checkout
+    tests: tuple[str, ...]  # files, folders or tests in the folder, one pytest process each
+    offload: Callable[[], None]  # switches the package on, in the process of its tests
+    folder: str = ""  # of the checkout, from which its tests run
+    options: tuple[str, ...] = ()  # of pytest, as to leave out tests that name another strategy
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment of its tests
+    prepare: Callable[[Path], None] = lambda _: None  # makes there what tests load from a hub
 
 
 def lightning() -> None:
@@ -66,7 +56,6 @@ def lightning() -> None:
 
 
 def accelerate() -> None:
-    """Let every `Accelerator` offload."""
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = "true"
 
 
@@ -233,7 +222,6 @@ def _count_moves() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything of the peer runs."""
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; a test runs once here")
     if os.environ["PEER_OFFLOADS"] == "1":
         PEERS[os.environ["PEER"]].offload()

@@ -44,8 +44,7 @@ def for_trl(checkout: Path) -> None:
         _model(checkout / f"trl-internal-testing/tiny-{name}", kind, text, hidden_size=8)
 
     def save(data: DatasetDict, repository: str, config_name: str = "default", **_: Any) -> None:
-        folder = checkout / repository
-        files = []
+        folder, files = checkout / repository, []
         for split, rows in data.items():
             rows.to_parquet(folder / config_name / f"{split}.parquet")
             files.append(f"  - {{split: {split}, path: {config_name}/{split}.parquet}}\n")

@@ -121,15 +121,12 @@ def test_what_a_profile_cannot_be_is_refused(tmp_path, old, new, said):
 
 
 def test_a_file_says_of_every_tensor_what_is_to_become_of_it(tmp_path):
-    plan = plan_lifetimes(LARGE_STACK, 500 * MB)
-    file = tmp_path / "plan.json"
+    plan, file = plan_lifetimes(LARGE_STACK, 500 * MB), tmp_path / "plan.json"
     save_plan(plan, LARGE_STACK, file)
     left = {move.tensor for move in plan.moves}
     assert 0 < len(left) < 8
-    items = [
-        PlannedItem(number, 100 * MB, "leaves" if number in left else "stays")
-        for number in range(8)
-    ]
+    does = ["leaves" if number in left else "stays" for number in range(8)]
+    items = [PlannedItem(number, 100 * MB, what) for number, what in enumerate(does)]
     assert load_plan(file) == GivenPlan(tuple(items))
     lines = file.read_text().splitlines()
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"

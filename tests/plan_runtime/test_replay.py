@@ -39,8 +39,7 @@ def predicted(profile, *leaving, **more):
 # ---------------------------------------------------------------------- replays
 def test_without_moves_a_step_is_as_long_as_it_computes():
     found = replay(stack(5))
-    assert found.step_seconds == pytest.approx(15.0)
-    assert found.peak_bytes == 500
+    assert (found.step_seconds, found.peak_bytes) == (pytest.approx(15.0), 500)
     assert sum(found.stalls.values()) == 0
 
 
@@ -61,8 +60,7 @@ def test_what_is_hidden_costs_nothing_and_stays_within_the_limit():
 def test_what_is_fetched_too_late_is_waited_for_or_handed_back_while_it_is_still_written():
     profile = stack(4, path=100.0)  # a read takes 1 s
     found = replay(profile, all_leave(profile))
-    assert found.stalls["reads"] == pytest.approx(4.0)
-    assert found.step_seconds == pytest.approx(16.0)
+    assert (found.stalls["reads"], found.step_seconds) == (pytest.approx(4.0), pytest.approx(16.0))
     profile = stack(2, path=20.0)  # a write takes 5 s, and the second layer is needed after 2 s
     found = replay(profile, all_leave(profile), steps=1)
     assert found.stalls["reads"] == pytest.approx(5.0), "the first, at 6 s, when it is just gone"
@@ -92,8 +90,7 @@ def test_where_memory_is_full_training_waits_for_the_path():
     ids=["hidden", "in step()", "on shared cores"],
 )
 def test_updates_hide_behind_backward_if_they_can(made, shared_cores, expected):
-    found = replay(stack(4, updates=made, shared_cores=shared_cores))
-    assert found.step_seconds == expected
+    assert replay(stack(4, updates=made, shared_cores=shared_cores)).step_seconds == expected
 
 
 def test_updates_that_the_path_limits_are_waited_for():
@@ -130,8 +127,7 @@ def test_what_leaves_moves_its_bytes_once_in_each_direction(leaving):
 
 
 def test_a_path_that_is_too_slow_is_waited_for():
-    profile = stack(10, path=30.0)
-    parts = predicted(profile, range(10))
+    parts = predicted(stack(10, path=30.0), range(10))
     assert parts["waiting for reads"] > 0
     waits = parts["waiting for reads"] + parts["waiting for room"] + parts["waiting for updates"]
     assert parts["step"] == pytest.approx(parts["computing"] + parts["updates"] + waits)
@@ -187,8 +183,7 @@ def test_each_part_is_told_with_its_own_ratio():
     ]
     found = compare_prediction(FIGURES, observed, paths, ["A remark."])
     ratios = {part.part: part.ratio for part in found.parts}
-    assert ratios["step"] == pytest.approx(1.5)
-    assert ratios["waiting for reads"] == pytest.approx(3.0)
+    assert (ratios["step"], ratios["waiting for reads"]) == (pytest.approx(1.5), pytest.approx(3.0))
     assert ratios["/mnt/nvme0 read"] == pytest.approx(0.75)
     # Nothing was predicted of these, or nothing was seen: no ratio says so.
     for part in ("waiting for room", "waiting for weights", "/mnt/nvme0 write", "/mnt/nvme1 write"):

@@ -8,7 +8,7 @@ from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.plan_runtime.space_requirements import subgroup_size
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, weight_schedule
 from offload_strategy.units import GiB, MiB
-from tests.training import settings
+from tests.training import moved, on_disk, settings
 from tests.weights.support import streaming
 
 
@@ -29,8 +29,7 @@ def test_what_is_read_and_written(blocks_in_flight):
 
 
 def test_while_a_block_computes_the_next_is_read_and_the_last_is_written():
-    plan = weight_schedule(passes(4, 10, 20), 2, learned=True, updates=True)
-    row = plan.rows[6]
+    row = weight_schedule(passes(4, 10, 20), 2, learned=True, updates=True).rows[6]
     assert (row.block_pass.block, row.block_pass.backward) == ("block 1", True)
     assert (row.read_ahead, row.written) == (("block 0",), "block 2")
     assert (row.read_bytes, row.written_bytes) == (10 + 20, 30)
@@ -56,10 +55,8 @@ def test_an_engine_tells_its_plan_and_keeps_to_it(disk):
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            engine._resources.store.wait_for_writes()
-            metrics = engine.metrics()
-            both = (metrics[f"offload/{of}/written_bytes"] for of in ("parameters", "optimizer"))
-            written.append(sum(both))
+            on_disk(engine)
+            written.append(moved(engine, "parameters") + moved(engine, "optimizer"))
         plan = engine.plan()
     assert plan.learned
     assert "as in the last step" in str(plan)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -25,8 +23,8 @@ from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
+from tests.support import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 #: 98 million parameters: 1.46 GiB with gradients and both moments.
 GPT_98M = TransformerShape("gpt", 12, 768, 12, 8192, tied=False, max_positions=256)
 P = GPT_98M.parameters
@@ -37,7 +35,7 @@ COMMIT = dataclasses.replace(OFF, overlap="commit")
 
 
 def request(memory=2 * GiB, read=6e8, write=6e8, shape=GPT_98M, capacity=10**12, **more):
-    drive = Drive("1 x path", read, write, capacity, sources={"read_GBps": "given"})
+    drive = Drive("1 x path", read, write, capacity, sources={"read": "given"})
     return CpuRequest(shape, dataclasses.replace(CORES, **more), drive, int(memory))
 
 
@@ -101,8 +99,7 @@ def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
 
 def test_with_commit_gradients_and_new_weights_wait():
     much, little = placed(request(64 * GiB, 5e9, 5e9), COMMIT), placed(request(1.2 * GiB), COMMIT)
-    assert much.gradient_bytes == 4 * P
-    assert much.split("waiting").host_bytes == 8 * P
+    assert (much.gradient_bytes, much.split("waiting").host_bytes) == (4 * P, 8 * P)
     # Old and new states.
     assert much.split("states").total_bytes == 16 * P
     assert 0 < little.split("waiting").ssd_bytes < 8 * P
@@ -146,12 +143,10 @@ print(peak_bytes(384, 6, 8, 4) - process)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_is_counted_is_what_training_takes():
-    command = [sys.executable, "-c", _MEASURES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     shape = TransformerShape("gpt", 6, 384, 6, 4096, tied=False, max_positions=256)
     counted = needed(request(shape=shape), Settings(8, 4, 256))
     # A few megabytes are the kernels' own.
-    assert counted == pytest.approx(int(done.stdout), rel=0.12, abs=24 * MiB)
+    assert counted == pytest.approx(int(run_python("-c", _MEASURES)), rel=0.12, abs=24 * MiB)
 
 
 # ------------------------------------------------------------------ seconds, by hand
@@ -160,8 +155,7 @@ def test_a_step_that_moves_nothing_computes_and_updates():
     layers = 12 * GPT_98M.layer_parameters
     seconds = 3 * GPT_98M.forward_flops(4, 256) / 1.5e11 + layers * 1e-9
     seconds += 4 * 8192 * 768 / 1.5e10 + P / 2e9
-    assert step.seconds == pytest.approx(seconds)
-    assert step.limited_seconds.keys() == {"computation"}
+    assert (step.seconds, step.limited_seconds.keys()) == (pytest.approx(seconds), {"computation"})
     assert step.moved_bytes("written") == 0
     # Every further micro-batch costs a pass over weights and gradients.
     each = layers * 1e-9 + 4 * 8192 * 768 / 1.5e10 + 1.5 * 4 * P / 1.5e10
@@ -188,16 +182,13 @@ def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
     assert timed(run, settings).seconds - plain == pytest.approx(3 * 4 * P / 1.5e10)
     settings = dataclasses.replace(settings, host_priority=("waiting", "activations"))
     backward = timed(request(64 * GiB, 1e8, 1e8), settings).stages[1]
-    assert backward.limit == "paths"
-    assert backward.seconds == pytest.approx(16 * P / 1e8)
+    assert (backward.limit, backward.seconds) == ("paths", pytest.approx(16 * P / 1e8))
 
 
 def test_what_moves_takes_its_toll():
     settings = Settings(8, 1, 256)
-    free, usual = (
-        timed(request(2.3 * GiB, 1e13, 1e13, io_overhead=toll), settings).seconds
-        for toll in (0.0, 1e-10)
-    )
+    runs = [request(2.3 * GiB, 1e13, 1e13, io_overhead=toll) for toll in (0.0, 1e-10)]
+    free, usual = (timed(run, settings).seconds for run in runs)
     left = placed(request(2.3 * GiB), settings).split("activations").ssd_bytes
     assert left > 100 * MiB
     assert usual - free == pytest.approx(2 * left * 1e-10)

@@ -72,8 +72,6 @@ init = _lazy_init = extension.init
 
 
 class device(torch.accelerator.device_index):
-    """Make a device the current one for a block of code."""
-
     def __init__(self, device: torch.device | int | str | None) -> None:
         super().__init__(torch.accelerator._get_device_index(device, optional=True))
 
@@ -135,9 +133,7 @@ synchronize_all = extension.synchronize_all
 def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
     """Return how often each thing happened, by ``async:``, ``staged:``, ``sync:`` and ``pinned:``.
 
-    Args:
-        reset: Start all counts at zero again.
-        this_thread: Count only what the calling thread did.
+    With `reset` all counts start at zero again, with `this_thread` others do not count.
     """
     return _totals(reset, lambda thread: not this_thread or thread == threading.get_native_id())
 

@@ -11,9 +11,7 @@ import torch
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.units import PAGE_BYTES as PAGE
-from tests.simulation.scheduler import (
-    SimulatedThread,
-)
+from tests.simulation.scheduler import SimulatedThread
 from tests.simulation.world import CONTENT, POISON, Memory, World, scheduled
 
 
@@ -164,11 +162,9 @@ class Client:
         self.world.open_store()
 
     def leave(self, *, verify: bool) -> None:
-        """Look at everything once more, and let it go."""
         for ticket in list(self.mine):
             if verify:
-                closed = self.world.store._registry.closed
-                with suppress(OffloadError if closed else ()):
+                with suppress(OffloadError if self.world.store._registry.closed else ()):
                     self.read(ticket, "get")
             if self.world.random.randrange(2):
                 self.world.store.free(ticket)
@@ -214,8 +210,7 @@ class Client:
 
     def backward(self) -> None:
         if self.graphs:
-            number = self.world.random.randrange(len(self.graphs))
-            values, loss, expected = self.graphs.pop(number)
+            values, loss, expected = self.graphs.pop(self.world.random.randrange(len(self.graphs)))
             loss.backward()
             assert values.grad is not None
             self.world.require(torch.equal(values.grad, expected), "other gradients")

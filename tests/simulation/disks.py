@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,6 @@ class SimulatedRegion(Region):
 
 
 class SimulatedFile(ExternalFile):
-    """A foreign file."""
-
     def __init__(self, system: SimulatedSystem, content: bytes) -> None:
         self.path, self.tier, self.direct = Path("/file"), "file", True
         self.nbytes = len(content)
@@ -89,12 +88,6 @@ class SimulatedSystem:
     def open(self, nbytes: int) -> tuple[int, Disk]:
         self._disks.append(Disk(nbytes))
         return _FIRST_DESCRIPTOR + len(self._disks) - 1, self._disks[-1]
-
-    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        return self._move(fd, views, offset, write=False)
-
-    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        return self._move(fd, views, offset, write=True)
 
     def __getattr__(self, name: str) -> Any:
         if name == "posix_fadvise":
@@ -129,6 +122,9 @@ class SimulatedSystem:
         finally:
             for move in moves:
                 self._in_flight.remove(move)
+
+    preadv = partialmethod(_move, write=False)
+    pwritev = partialmethod(_move, write=True)
 
     def _copy(
         self, disk: Disk, views: Sequence[memoryview], offset: int, write: bool, pages: int

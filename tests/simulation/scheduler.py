@@ -66,8 +66,6 @@ class _Carrier(threading.Thread):
 
 
 class SimulatedLock:
-    """A `threading.Lock`."""
-
     __slots__ = ("_scheduler", "taken")
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -105,8 +103,6 @@ class OrderedSet(dict[Any, None]):
 
 
 class SimulatedThread:
-    """A `threading.Thread`."""
-
     def __init__(self, target: Callable[..., Any], name: str = "", **_: Any) -> None:
         self.target, self.name = target, name
         self.scheduler: Scheduler = Shim.scheduler
@@ -165,9 +161,6 @@ class Scheduler:
         self._threads: dict[Strand, SimulatedThread] = {}
 
     # ------------------------------------------------------------------ what threads do
-    def clock(self) -> float:
-        return self.now
-
     def sleep(self, seconds: float) -> None:
         self.current.until = self.now + seconds
         self._switch()
@@ -299,10 +292,6 @@ class Shim:
         return getattr(self._original, name)
 
 
-def _clock() -> float:
-    return Shim.scheduler.clock()
-
-
 _SHIMS: dict[int, Any] = {
     id(threading): Shim(
         threading,
@@ -312,7 +301,7 @@ _SHIMS: dict[int, Any] = {
         current_thread=lambda: Shim.scheduler.current_thread(),
     ),
     id(time): Shim(time, sleep=lambda seconds: Shim.scheduler.sleep(seconds)),
-    id(default_timer): _clock,
+    id(default_timer): lambda: Shim.scheduler.now,
 }
 
 

@@ -25,13 +25,7 @@ from offload_strategy.store import error_messages, tensor_store, tiers, writer
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.units import PAGE_BYTES as PAGE
 from tests.simulation.disks import FAULTS, SimulatedFile, SimulatedRegion, SimulatedSystem
-from tests.simulation.scheduler import (
-    Abandoned,
-    OrderedSet,
-    Scheduler,
-    Shim,
-    simulated_threads,
-)
+from tests.simulation.scheduler import Abandoned, OrderedSet, Scheduler, Shim, simulated_threads
 from tests.store.rig import noise
 
 CONTENT = noise(256 * 1024, seed=1)

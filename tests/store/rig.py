@@ -14,7 +14,6 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.store.tiers import HostTier, PathTier
@@ -27,8 +26,6 @@ CLIENT = "activations"
 
 @dataclass
 class Rig:
-    """A store and everything below it."""
-
     directory: Path
     disk_bytes: int = 64 * MiB
     host_bytes: int = 0
@@ -44,16 +41,13 @@ class Rig:
         self.pool = BufferPool(self.budget)
         self.store = TensorStore(self.pool, self.recorder, self.write_behind)
         cipher: Any = BlockCipher(self.block_size) if self.encryption else None
-        self.regions: list[Region] = []
-        self.backends: list[ManualBackend] = []
-        self.queues: list[PathQueue] = []
-        for _ in range(self.paths):
-            self.regions.append(plain_region(self.directory, self.disk_bytes))
-            self.backends.append(ManualBackend(block_size=self.block_size))
-            self.check = cipher or create_checksum(self.checksum, self.backends[-1])
-            self.queues.append(
-                PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=self.check)
-            )
+        self.regions = [plain_region(self.directory, self.disk_bytes) for _ in range(self.paths)]
+        self.backends = [ManualBackend(block_size=self.block_size) for _ in range(self.paths)]
+        self.check = cipher or create_checksum(self.checksum, self.backends[0])
+        self.queues = [
+            PathQueue(region, backend, self.recorder, checksum=self.check)
+            for region, backend in zip(self.regions, self.backends, strict=True)
+        ]
         # Most tests have one path.
         self.region, self.backend, self.queue = self.regions[0], self.backends[0], self.queues[0]
         self.disk = PathTier("nvme", self.queues)
@@ -83,10 +77,9 @@ class Rig:
 
     def bytes_on_disk(self, ticket: Ticket) -> bytes:
         """What the files hold, read without the store."""
-        stripes = sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
         return b"".join(
             os.pread(stripe.queue.region.fd, stripe.nbytes, stripe.extent.offset)
-            for stripe in stripes
+            for stripe in sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
         )
 
     def overwrite(self, ticket: Ticket, image: bytes) -> None:
@@ -129,5 +122,4 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-MakeRig = Callable[..., Rig]
 PAGE = PAGE_BYTES

@@ -1,9 +1,8 @@
 """What a disk may do to a block, and how checksums and encryption notice it."""
 
-import importlib.util
 import os
-import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from tests.engine.test_resources import train
 from tests.io.backends import ManualBackend
 from tests.io.loop_devices import loop_device
 from tests.store.rig import PAGE, noise
+from tests.support import run_python
 from tests.training import assert_same_history, settings
 
 UNIT = 512 * KiB
@@ -89,8 +89,7 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, 
 
 # ---------------------------------------------------------------------- encryption
 needs_cryptography = pytest.mark.skipif(
-    importlib.util.find_spec("cryptography") is None,
-    reason="the extra 'encryption' is not installed",
+    not find_spec("cryptography"), reason="the extra 'encryption' is not installed"
 )
 
 
@@ -158,20 +157,14 @@ for device, encryption in zip(sys.argv[1:], (False, True)):
 def test_after_kill_9_a_raw_block_device_has_nothing_that_can_be_read(tmp_path):
     images = [tmp_path / "clear", tmp_path / "encrypted"]
     with loop_device(images[0], 80 * MiB) as clear, loop_device(images[1], 80 * MiB) as encrypted:
-        done = subprocess.run(
-            [sys.executable, "-c", TRAINING, str(clear), str(encrypted)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
+        printed = run_python("-c", TRAINING, clear, encrypted, timeout=240)
         os.sync()
     contents = [image.read_bytes() for image in images]
     for content in contents:
         assert len(content) - content.count(0) > 500 * KiB, "the bytes are there"
     assert contents[0].count(PATTERN) > 1000
     assert contents[1].count(PATTERN) == 0
-    assert done.stdout.split() == ["1", "0"], "a state dict is not on a disk in clear either"
+    assert printed.split() == ["1", "0"], "a state dict is not on a disk in clear either"
 
 
 @needs_cryptography

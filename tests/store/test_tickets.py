@@ -16,6 +16,7 @@ from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB, MiB
 from tests.store.rig import PAGE, meanwhile, noise
+from tests.support import raising, run_forked
 
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 IN_MEMORY, LOADING, STORED = TicketState.IN_MEMORY, TicketState.LOADING, TicketState.STORED
@@ -95,13 +96,10 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
 
 
 def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
     def train():
         rig.put(rig.store.borrow("activations", 4 * KiB))
 
-    monkeypatch.setattr(rig.backend, "submit", refuse)
+    monkeypatch.setattr(rig.backend, "submit", raising(RuntimeError("can't start new thread")))
     train()
     assert rig.store.live_tickets == rig.pool.usage().requested_bytes == 0
     with pytest.raises(StorageError, match="can't start new thread"):
@@ -163,8 +161,7 @@ def test_evicting_frees_memory_but_not_what_a_reader_has(rig):
     assert rig.store.private(ticket).data_ptr() == again.data_ptr()
     assert ticket.state is STORED
     del loaded, again
-    assert rig.pool.usage().lent_bytes == 0
-    assert rig.count("read") == 8 * KiB
+    assert (rig.pool.usage().lent_bytes, rig.count("read")) == (0, 8 * KiB)
 
 
 def test_taking_cancels_a_write_that_waits_and_waits_for_one_that_is_under_way(rig):
@@ -222,8 +219,7 @@ def test_borrowing_waits_for_writes_to_give_memory_back(make_rig):
     borrowing = meanwhile(rig.store.borrow, "optimizer", 8 * KiB)
     assert not wait([borrowing], 0.1).done
     rig.complete()
-    assert borrowing.result(30).numel() == 8 * KiB
-    assert rig.pool.usage().peak_bytes == 8 * KiB
+    assert (borrowing.result(30).numel(), rig.pool.usage().peak_bytes) == (8 * KiB, 8 * KiB)
     assert ticket.state is STORED
 
 
@@ -261,8 +257,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
             with pytest.raises(OffloadError, match=r"4 KiB of activations were freed"):
                 use(ticket)
     del ticket
-    assert rig.store.live_tickets == len(others)
-    assert rig.region.used_bytes == PAGE * len(others)
+    assert (rig.store.live_tickets, rig.region.used_bytes) == (len(others), PAGE * len(others))
     assert rig.host.used_bytes == 0
     rig.complete()
     assert rig.count("written") <= 4 * KiB
@@ -325,20 +320,18 @@ def test_a_forked_child_is_told_that_the_store_is_its_parents(make_rig):
     kept = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
     stored = rig.stored(noise(4 * KiB))
     uses = [rig.store.get, rig.store.take, rig.store.private, rig.store.prefetch]
-    child = os.fork()
-    if child == 0:
-        try:
-            for use in [*uses, lambda ticket: rig.put(noise(10))]:
-                for ticket in (kept, stored):
-                    with pytest.raises(OffloadError, match="forked process"):
-                        use(ticket)
-            rig.store.close()
-            del kept, stored, ticket
-            gc.collect()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def child():
+        nonlocal kept, stored
+        for use in [*uses, lambda ticket: rig.put(noise(10))]:
+            for ticket in (kept, stored):
+                with pytest.raises(OffloadError, match="forked process"):
+                    use(ticket)
+        rig.store.close()
+        del kept, stored, ticket
+        gc.collect()
+
+    run_forked(child)
     rig.at_once()
     assert torch.equal(rig.store.get(kept), noise(8 * KiB))
     assert torch.equal(rig.store.get(stored), noise(4 * KiB))

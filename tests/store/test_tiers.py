@@ -17,8 +17,10 @@ from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import tiers
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, PathTier, Quota, deal
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, KiB, MiB
 from tests.store.rig import CLIENT, PAGE, meanwhile, noise
+from tests.support import raising
 
 IN_MEMORY, STORED, WRITING = TicketState.IN_MEMORY, TicketState.STORED, TicketState.WRITING
 
@@ -33,8 +35,8 @@ def pair(make_rig, monkeypatch):
     monkeypatch.setattr(tiers, "STRIPE_BYTES", 8 * UNIT)
     monkeypatch.setattr(tiers, "STRIPE_UNIT", UNIT)
     rig = make_rig(paths=2, disk_bytes=96 * UNIT)
-    rig.queues[0].bandwidth.seed(read=2e9, write=2e9)
-    rig.queues[1].bandwidth.seed(read=1e9, write=1e9)
+    rig.queues[0].bandwidth.seed(dict.fromkeys(Direction, 2e9))
+    rig.queues[1].bandwidth.seed(dict.fromkeys(Direction, 1e9))
     return rig
 
 
@@ -47,7 +49,7 @@ def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair)
     assert pair.bytes_on_disk(ticket) == payload.numpy().tobytes()
     assert sorted(r.nbytes for r in pair.recorder.moves) == sorted(parts.values())
     assert pair.count("written") == ticket.nbytes
-    first.bandwidth.seed(read=1e8, write=1e8)  # the first slows down: it gets nothing
+    first.bandwidth.seed(dict.fromkeys(Direction, 1e8))  # the first slows down: it gets nothing
     after = pair.stored(noise(24 * UNIT))
     assert first not in {stripe.queue for stripe in after.entry.stripes}
     pair.at_once()
@@ -88,12 +90,9 @@ def test_one_capacity_over_several_paths(pair):
 
 
 def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
-    def refuse(nbytes):
-        raise StorageError("the file cannot grow")
-
     payload = noise(24 * UNIT)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.regions[1], "allocate", refuse)
+        patch.setattr(pair.regions[1], "allocate", raising(StorageError("cannot grow")))
         with pytest.raises(StorageError, match="cannot grow"):
             pair.put(payload)
     assert pair.disk.used_bytes == pair.store.live_tickets == 0
@@ -145,8 +144,7 @@ def test_what_is_needed_last_makes_room(make_rig):
     newest = rig.put(noise(PAGE, 1), next_use=1)
     assert newest.state is IN_MEMORY
     assert later.state is WRITING
-    assert (late.state, soon.state) == (IN_MEMORY,) * 2
-    assert rig.host.used_bytes == 3 * PAGE
+    assert (late.state, soon.state, rig.host.used_bytes) == (IN_MEMORY, IN_MEMORY, 3 * PAGE)
     rig.at_once()
     for ticket, seed in ((late, 8), (soon, 2), (later, 9), (unknown, 5), (newest, 1)):
         assert torch.equal(rig.store.get(ticket), noise(PAGE, seed))
@@ -214,7 +212,7 @@ def _bytes_before(tensor, count):
 
 
 @pytest.mark.parametrize(
-    ("shift", "nbytes", "along", "options"),
+    ("shift", "nbytes", "along", "more"),
     [
         pytest.param(64, 64 * KiB, 64, {"checksum": "sampled"}, id="begin of a page"),
         pytest.param(PAGE - 64, 100 * KiB + 8, PAGE - 64, {"checksum": "full"}, id="end of a page"),
@@ -224,15 +222,12 @@ def _bytes_before(tensor, count):
         pytest.param(64, 20_000_000, 64, {"paths": 2}, id="striped"),
     ],
 )
-def test_a_tensor_leaves_with_what_is_before_it_in_its_page(
-    make_rig, shift, nbytes, along, options
-):
-    rig, payload = make_rig(**options), _into_a_page(nbytes, shift)
+def test_a_tensor_leaves_with_what_is_before_it_in_its_page(make_rig, shift, nbytes, along, more):
+    rig, payload = make_rig(**more), _into_a_page(nbytes, shift)
     ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
     rig.at_once()
     assert ticket.state is STORED
-    assert ticket.entry.begin == along
-    assert len(ticket.entry.stripes) == rig.paths
+    assert (ticket.entry.begin, len(ticket.entry.stripes)) == (along, rig.paths)
     loaded = rig.store.get(ticket)
     assert torch.equal(loaded, payload)
     assert loaded.data_ptr() % 64 == 0
@@ -284,8 +279,7 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     rig.complete()
     waiting.result(30)
     rig.store.await_writes(CLIENT, 0, 60.0)
-    assert rig.store.writing_bytes == 0
-    assert {ticket.state for ticket in tickets} == {STORED}
+    assert (rig.store.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
 
 
 def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):
@@ -314,7 +308,6 @@ def shard(tmp_path):
 
 @pytest.fixture(params=["direct", "buffered"])
 def foreign(request, rig, shard, monkeypatch):
-    """A queue that reads from the shard."""
     backend = create_backend("posix", threads=2, block_size=256 * KiB)
     if request.param == "buffered":
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
@@ -345,9 +338,7 @@ def test_a_range_of_a_foreign_file_is_read_and_never_written(rig, foreign, shard
 
 
 def test_a_foreign_file_that_fails_leaves_no_descriptor(shard, monkeypatch):
-    def fails(*_):
-        raise OSError(errno.EIO, "the disk fails")
-
+    fails = raising(OSError(errno.EIO, "the disk fails"))
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fails)

@@ -35,18 +35,14 @@ def tracks(trace):
 
 
 def counter(trace, name):
-    return [
-        (event["ts"], event["args"]["value"])
-        for event in trace["traceEvents"]
-        if event["ph"] == "C" and event["name"] == name
-    ]
+    events = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    return [(event["ts"], event["args"]["value"]) for event in events if event["name"] == name]
 
 
 def assert_valid(trace):
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    by_thread = defaultdict(list)
-    last = -1
+    by_thread, last = defaultdict(list), -1
     for event in trace["traceEvents"]:
         assert event["ph"] in "XCM"
         assert isinstance(event["name"], str)
@@ -65,8 +61,7 @@ def assert_valid(trace):
     for spans in by_thread.values():
         for (_, end), (begin, _) in pairwise(sorted(spans)):
             assert end <= begin, "two slices of one lane overlap"
-    named = {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert set(by_thread) <= named
+    assert set(by_thread) <= {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     json.dumps(trace, allow_nan=False)
 
 

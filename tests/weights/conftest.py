@@ -46,8 +46,7 @@ def no_room(monkeypatch):
 @pytest.fixture
 def accessed(monkeypatch):
     """The weights that are accessed outside their blocks."""
-    seen = []
-    residency = block_residency.BlockResidency
+    seen, residency = [], block_residency.BlockResidency
     usual = residency._on_access
 
     def noted(self, weight):

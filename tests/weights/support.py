@@ -1,20 +1,17 @@
-"""A small model of repeated blocks, and runs of it with and without streamed weights."""
+"""What is in memory of streamed weights, and tests of runs with and without them."""
 
 from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature, signature
-from operator import call
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
 from offload_strategy.weights.guarded_parameter import GuardedParameter
-from tests.activations.support import noise
-from tests.activations.zoo import batch, loss_of
 from tests.training import Numbers, assert_same_history, settings, weights
+from tests.weights.nets import adamw, net
 
 OVERLAPS = ["eager", "commit", "off"]
 
@@ -49,105 +46,6 @@ def all_plain(model: nn.Module) -> bool:
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-class Block(nn.Module):
-    """Autograd saves its norm and its gain themselves, and views of what its products take."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.gain = nn.Parameter(torch.rand(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks that repeat, called by `around`, two layers beside them, and a parameter alone."""
-
-    def __init__(
-        self,
-        block: Callable[[], nn.Module] = Block,
-        around: Callable[[Any, torch.Tensor], torch.Tensor] = call,
-    ) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
-        self.scale = nn.Parameter(torch.rand(8))
-        self.head = nn.Linear(8, 8)
-        self.around = around
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = self.around(block, x)
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(x) * self.scale)
-
-
-def net(of: Callable[[], nn.Module] = Net) -> Any:
-    """A model with the same random weights every time."""
-    torch.manual_seed(0)
-    return of()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Of the parameters that are trained."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2)
-
-
-def loss(model: Any, number: int = 0) -> torch.Tensor:
-    """Of a batch that is the same for the same number, in the model's precision."""
-    torch.manual_seed(1000 + number)
-    dtype = next(model.parameters()).dtype
-    return model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
-
-
-def step(
-    model: Any,
-    optimizer: Any,
-    number: int = 0,
-    loss_of: Callable[[Any, int], torch.Tensor] = loss,
-    look: Callable[[Any], Numbers] = lambda model: {},
-) -> Numbers:
-    """One step of training with a batch; without an optimizer the gradients are dropped.
-
-    Returns the loss, and what `look` returned between backward and `step()`.
-    """
-    value = loss_of(model, number)
-    value.backward()
-    seen = look(model)
-    if optimizer is None:
-        model.zero_grad()
-    else:
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"loss": value.detach().clone(), **seen}
-
-
-def train(
-    model: Any, optimizer: Any, steps: int = 3, first: int = 0, **options: Any
-) -> list[Numbers]:
-    """Several steps of training; the options are those of `step`."""
-    return [step(model, optimizer, number, **options) for number in range(first, first + steps)]
-
-
-def zoo_loss(kind: str) -> Callable[[Any, int], torch.Tensor]:
-    """The forward pass of a model of the zoo, with the same random numbers every time."""
-
-    def forward(model: Any, number: int) -> torch.Tensor:
-        torch.manual_seed(number)
-        return loss_of(model, batch(kind, number))
-
-    return forward
-
-
 def the_same(run: Callable[..., Any], names: Iterable[str] | None = None) -> Callable[..., None]:
     """Make a test of a run: the same numbers and weights without and with streamed weights.
 
@@ -167,12 +65,9 @@ def the_same(run: Callable[..., Any], names: Iterable[str] | None = None) -> Cal
         for value in (value for values in expected for value in values.values()):
             assert not value.is_floating_point() or bool(value.double().isfinite().all())
 
-    test.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY)
-            for name in dict.fromkeys(["disk", "sections", *names])
-        ]
-    )
+    all_names = dict.fromkeys(["disk", "sections", *names])
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in all_names]
+    test.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return test
 
 

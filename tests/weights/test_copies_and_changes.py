@@ -18,20 +18,8 @@ from offload_strategy.store import writer
 from tests.activations.support import noise
 from tests.activations.zoo import build
 from tests.training import assert_same_bits, attached, bits, gradients, in_turn, on_disk, weights
-from tests.weights.support import (
-    OVERLAPS,
-    Block,
-    adamw,
-    all_plain,
-    compared,
-    loss,
-    net,
-    sgd,
-    step,
-    the_same,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Block, adamw, loss, net, sgd, step, train, zoo_loss
+from tests.weights.support import OVERLAPS, all_plain, compared, the_same
 
 
 # ---------------------------------------------------------------------- copies, files, precision
@@ -287,8 +275,7 @@ def _through_a_view_that_was_kept(model):
 
 def _through_a_storage(model):
     for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        storage.copy_(noise(*parameter.shape, seed=3).untyped_storage())
+        parameter.untyped_storage().copy_(noise(*parameter.shape, seed=3).untyped_storage())
 
 
 def _through_a_vector(model):

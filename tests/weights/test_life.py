@@ -19,21 +19,10 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
+from tests.support import raising
 from tests.training import assert_same_bits, bits, gradients, in_turn, moved, on_disk, weights
-from tests.weights.support import (
-    Net,
-    adamw,
-    all_plain,
-    compared,
-    loss,
-    nearly_all_left,
-    net,
-    open_turns,
-    step,
-    streaming,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Net, adamw, loss, net, step, train, zoo_loss
+from tests.weights.support import all_plain, compared, nearly_all_left, open_turns, streaming
 
 
 def gradients_of(model):
@@ -178,8 +167,7 @@ def test_new_weights_go_where_there_is_room(tmp_path, spare):
     }
     with OffloadEngine(config) as engine:
         found = train(model, engine.attach(model, adamw(model)), 5)
-        used = engine._resources.tier_used_bytes()["weights"]
-        assert 0 < used <= 4096 * pages["weights"]
+        assert 0 < engine._resources.tier_used_bytes()["weights"] <= 4096 * pages["weights"]
     for got, wanted in zip([*found, weights(model)], [*expected, weights(plain)], strict=True):
         assert_same_bits(got, wanted)
 
@@ -217,8 +205,7 @@ def test_a_change_between_forward_and_backward_is_an_error(engine):
 
 # ---------------------------------------------------------------------- failing disks
 def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypatch):
-    model = net()
-    store = engine._resources.store
+    model, store = net(), engine._resources.store
     real, calls = store.put, []
 
     def put(*args, **options):
@@ -240,12 +227,8 @@ def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(engine, monkey
     model = net()
     engine.attach(model)
     on_disk(engine)
-
-    def fail(ticket):
-        raise StorageError("the disk fails")
-
     with monkeypatch.context() as broken:
-        broken.setattr(engine._resources.store, "private", fail)
+        broken.setattr(engine._resources.store, "private", raising(StorageError("the disk fails")))
         with pytest.raises(StorageError, match="the disk fails"):
             loss(model)
     assert_same_bits(gradients_of(model), gradients_of(net()))
@@ -298,12 +281,9 @@ def test_an_error_leaves_no_weight_in_use(model, optimizer, engine, place, recom
 @pytest.mark.parametrize("at_once", [True, False], ids=["and then the end", "and passes after it"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_and_no_step_after_it(engine, error, at_once):
-    def fail(*args):
-        raise error
-
     model, expected = net(), weights(net())
     engine.attach(model)
-    handle = model.blocks[1].up.register_forward_pre_hook(fail)
+    handle = model.blocks[1].up.register_forward_pre_hook(raising(error()))
     model.eval()
     with torch.set_grad_enabled(at_once), pytest.raises(error):
         loss(model)
@@ -404,8 +384,7 @@ def test_a_thread_that_watches_while_another_trains(model, optimizer):
     finally:
         over.set()
         watcher.join()
-    assert seen
-    assert all(seen)
+    assert set(seen) == {True}
     return history
 
 

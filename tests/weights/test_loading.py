@@ -18,7 +18,8 @@ from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.weights import checkpoint_loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import adamw, all_plain, away, nearly_all_left, train, zoo_loss
+from tests.weights.nets import adamw, train, zoo_loss
+from tests.weights.support import all_plain, away, nearly_all_left
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -31,7 +32,6 @@ def few_at_a_time(monkeypatch, no_room):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a checkpoint."""
     return tmp_path / "checkpoint"
 
 
@@ -150,11 +150,68 @@ def test_saved_weights_load_into_transformers(engine, folder, kind, shard_bytes)
     files = engine.save_weights(model, folder, shard_bytes)
     assert away(model)
     model.config.save_pretrained(folder)
-    loaded = type(model).from_pretrained(folder)
-    assert_same_bits(weights(loaded), weights(build(kind)))
+    assert_same_bits(weights(type(model).from_pretrained(folder)), weights(build(kind)))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
     assert not killed.exists()
+
+
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1 << 40, 20_000), (20_000, 1 << 40), (20_000, 20_000), (20_000, 9_000)], ids=str
+)
+def test_a_save_takes_the_place_of_an_earlier_one(engine, folder, sizes):
+    model = build("GPT-2")
+    model.config.save_pretrained(folder)
+    other = folder / "model-ema.safetensors"
+    other.write_bytes(b"not ours")
+    for size in sizes:
+        expected = changed(model)
+        files = engine.save_weights(model, folder, size)
+    other.unlink()
+    assert sorted(files) == sorted(folder.glob("*.safetensors"))
+    assert_same_bits(weights(type(model).from_pretrained(folder)), expected)
+    engine.load_weights(twin := build("GPT-2"), folder)
+    assert_same_bits(weights(twin), expected)
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_an_interrupted_save_leaves_the_earlier_one_whole(engine, folder, monkeypatch, at):
+    model, move = build("GPT-2"), os.replace
+
+    def interrupted(source, target):
+        move(source, target)
+        if at == "first" or ".index" in str(target):
+            raise KeyboardInterrupt
+
+    old = changed(model)
+    model.config.save_pretrained(folder)
+    engine.save_weights(model, folder, 20_000)
+    new = changed(model)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_weights(model, folder, 20_000)
+    monkeypatch.setattr(os, "replace", move)
+    found = weights(type(model).from_pretrained(folder))
+    assert_same_bits(found, old if at == "first" else new)
+    files = engine.save_weights(model, folder, 20_000)
+    assert sorted(files) == sorted(folder.glob("*.safetensors")), "what was left is gone"
+
+
+def test_extra_state_is_refused_before_anything_is_written(engine, folder):
+    class Counts(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    with pytest.raises(ConfigError, match="1 has extra state"):
+        engine.save_weights(nn.Sequential(nn.Linear(2, 2), Counts(2, 2)), folder)
+    assert not folder.exists()
 
 
 # ---------------------------------------------------------------------- loaded
@@ -364,8 +421,7 @@ def test_other_names_may_be_allowed(engine, file):
     _rename(file)
     model = layers()
     found = engine.load_weights(model, file, strict=False)
-    assert found.missing == ["1.weight"]
-    assert found.unexpected == ["2.weight"]
+    assert (found.missing, found.unexpected) == (["1.weight"], ["2.weight"])
     with torch.device("meta"):
         empty = layers()
     with pytest.raises(ConfigError, match=r"'1' \(Linear\).*build"):  # half of it is there

@@ -13,21 +13,8 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import ZOO, build
 from tests.training import attached, gradients, in_turn
-from tests.weights.support import (
-    OVERLAPS,
-    Block,
-    Net,
-    adamw,
-    away,
-    compared,
-    loss,
-    nearly_all_left,
-    net,
-    step,
-    the_same,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import Block, Net, adamw, loss, net, step, train, zoo_loss
+from tests.weights.support import OVERLAPS, away, compared, nearly_all_left, the_same
 
 
 # ---------------------------------------------------------------------- models of the zoo
@@ -74,8 +61,6 @@ def test_channels_last(model, optimizer):
 
 # ---------------------------------------------------------------------- the order of blocks
 class Ordered(Net):
-    """Calls its blocks as it is told to."""
-
     def __init__(self, order):
         super().__init__()
         self.order = order
@@ -104,8 +89,6 @@ ORDERS = {
 
 
 class Deep(Block):
-    """Calls itself."""
-
     depth = 3
 
     def forward(self, x):
@@ -138,8 +121,6 @@ class Used(nn.Module):
 
 
 class Odd(nn.Module):
-    """Has parameters of odd forms."""
-
     def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -166,8 +147,7 @@ class Limited(nn.Module):
 
     def forward(self, x):
         indices = x.abs().mul(10).long() % 16
-        summed = sum(e(indices) for e in self.embeddings).mean(1)
-        return self.head(summed + self.bag(indices))
+        return self.head(sum(e(indices) for e in self.embeddings).mean(1) + self.bag(indices))
 
 
 class Quantized(nn.Module):
@@ -208,8 +188,6 @@ def partly_frozen(trained):
 
 # ---------------------------------------------------------------------- parametrizations
 class Symmetric(nn.Module):
-    """Of a square weight."""
-
     def forward(self, weight):
         square = weight[: weight.shape[1]]
         return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])

@@ -12,19 +12,8 @@ from tests.activations.support import noise
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, attached, bits, gradients, in_turn, weights
-from tests.weights.support import (
-    OVERLAPS,
-    adamw,
-    away,
-    compared,
-    loss,
-    nearly_all_left,
-    net,
-    step,
-    the_same,
-    train,
-    zoo_loss,
-)
+from tests.weights.nets import adamw, loss, net, step, train, zoo_loss
+from tests.weights.support import OVERLAPS, away, compared, nearly_all_left, the_same
 
 
 class Subclass(torch.Tensor):

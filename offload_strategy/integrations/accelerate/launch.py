@@ -1,7 +1,5 @@
 """`accelerate launch`: passes a section of the launch file on to the training process.
 
-    accelerate launch --config offload.yaml train.py
-
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
 key is reported at once. It is passed as JSON in $SSD_OFFLOAD_CONFIG; variables in paths are
 expanded except $RANK and $LOCAL_RANK, which differ between the processes.
@@ -123,13 +121,10 @@ def environment_for(path: str | None) -> dict[str, str]:
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
+    content = None
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError), open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
     return content if isinstance(content, Mapping) else {}
 
 

@@ -67,19 +67,11 @@ class SSDOffloadPlugin:
         ConfigError: If the config is wrong.
     """
 
-    config: ConfigSource = field(
-        default=None,
-        metadata={
-            "help": "What OffloadConfig.load reads; None for $SSD_OFFLOAD_CONFIG or the defaults."
-        },
-    )
-    metrics_every: int = field(
-        default_factory=_metrics_every,
-        metadata={
-            "help": "Optimizer steps between two sets of metrics in the Accelerator's trackers, 0 "
-            f"for none. Default: ${METRICS_VARIABLE}, else 10."
-        },
-    )
+    config: ConfigSource = None
+    """What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG or the defaults."""
+    metrics_every: int = field(default_factory=_metrics_every)
+    """Optimizer steps between two sets of metrics in the Accelerator's trackers, 0 for none.
+    Default: $SSD_OFFLOAD_METRICS_EVERY, else 10."""
 
     def __post_init__(self) -> None:
         self.config = OffloadConfig.load(self.config)

@@ -62,6 +62,9 @@ class Session:
         self._engine: OffloadEngine | None = None
         # Not Accelerate's own flag: `evaluate()` before `train()` sets that one as well.
         self._attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        _sessions.add(self)
+        # The model's hooks keep the engine alive, and the model may outlive the accelerator.
+        weakref.finalize(accelerator, run_off_pools, self._retire).atexit = False
         self._attached_again: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._retired = False
@@ -186,8 +189,7 @@ class Session:
     def free_memory(self, original: Original, *objects: Any) -> Any:
         """Retire; see [Note: free_memory]."""
         released = original(*objects)
-        self._retired = True
-        self._close_if_dropped()
+        self._retire()
         return released
 
     def save_state(self, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +202,10 @@ class Session:
     # ------------------------------------------------------------------ the engine
     def begin(self, *objects: Any) -> None:
         """Before these objects are prepared, keep a retired engine or close it."""
+        optimizers = [obj for obj in objects if isinstance(obj, Optimizer)]
+        self._take_over(optimizers)
         if not self._retired:
             return
-        optimizers = [obj for obj in objects if isinstance(obj, Optimizer)]
         models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
         if any(optimizer in self._optimizers for optimizer in optimizers):
             self._retired = False
@@ -212,13 +215,35 @@ class Session:
             for model in again:
                 self.attach_model(model)
 
+    def _take_over(self, optimizers: list[Optimizer]) -> None:
+        """Give optimizers that come again the states that they have in an earlier engine."""
+        for other in list(_sessions):
+            if other is self and not self._retired:
+                continue  # it says that they are attached already
+            prepared: list[Any] = list(other._optimizers)
+            if other is not self and any(optimizer in optimizers for optimizer in prepared):
+                raise ConfigError(
+                    "prepare: this optimizer was prepared by another Accelerator, which has its "
+                    "states. Go on with that one, or prepare the optimizer that was given to it."
+                )
+            wrapped = [each.optimizer for each in prepared if is_offloaded(each.optimizer)]
+            again = [each for each in wrapped if each.inner in optimizers]
+            for each in again:
+                each.give_states_back()
+            if again and other is not self:
+                other.close()
+
     def _keep_for(self, prepared: Optimizer) -> None:
         """Keep the engine while the script holds a prepared optimizer."""
         if prepared in self._optimizers:
             return
         self._optimizers.add(prepared)
-        close = WeakHook(self._close_if_dropped)
+        close = self._close_if_dropped  # also after the accelerator is gone
         weakref.finalize(prepared, run_off_pools, close).atexit = False
+
+    def _retire(self) -> None:
+        self._retired = True
+        self._close_if_dropped()
 
     def _close_if_dropped(self) -> None:
         """Close a retired engine as soon as the script has dropped its optimizers."""
@@ -233,6 +258,9 @@ class Session:
             if self._retired:
                 self._attached_again.add(model)
             return
+        for other in list(_sessions):
+            if other is not self and _unwrapped(model) in map(_unwrapped, other._attached):
+                other.close()  # as plain training, this goes on with the model
         with self._explained():
             if self._owner.gradient_accumulation_steps > 1:
                 self.engine.microbatch(0, last=False)
@@ -262,7 +290,10 @@ class Session:
             yield
         except ConfigError as error:
             if "already" in str(error):
-                error.add_note("accelerator.free_memory() ends an earlier training and its engine.")
+                error.add_note(
+                    "accelerator.free_memory() ends an earlier training and its engine. The states "
+                    "of its optimizers go with it: take their state_dict() before."
+                )
             if not self._attached and not self._counts_steps:
                 self.close()
             raise
@@ -304,6 +335,18 @@ class Session:
         engine, self._engine, self._logged = self._engine, None, None
         if engine is not None:
             engine.close()
+
+
+#: Those of all accelerators, so that a model that is prepared again leaves the earlier one.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of Accelerate's data-parallel wrapper."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        module: torch.nn.Module = model.module
+        return module
+    return model
 
 
 class DeepSpeedSession(Session):

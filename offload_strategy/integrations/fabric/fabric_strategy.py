@@ -89,7 +89,8 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             if "already" in str(error):
                 error.add_note(
                     "In Fabric: drop the optimizer that an earlier setup returned (del optimizer), "
-                    "or end the earlier training with fabric.strategy.teardown() of its Fabric."
+                    "or end the earlier training with fabric.strategy.teardown() of its Fabric. "
+                    "Its states go with it: take its state_dict() before, or make a new optimizer."
                 )
             raise
 

@@ -1,7 +1,5 @@
 """Registers `Fabric(strategy="ssd_offload")` for `lightning.fabric` when it is imported."""
 
-from __future__ import annotations
-
 from lightning.fabric.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY

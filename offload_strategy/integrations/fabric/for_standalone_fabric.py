@@ -1,7 +1,5 @@
 """Registers `Fabric(strategy="ssd_offload")` for `lightning_fabric` (of `pytorch_lightning`)."""
 
-from __future__ import annotations
-
 from lightning_fabric.fabric import Fabric
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy

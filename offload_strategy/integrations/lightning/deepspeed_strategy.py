@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_strategy.config import ConfigSource, OffloadConfig
-from offload_strategy.integrations.deepspeed.config_sections import (
-    check_nvme,
-    derived_sections,
-    for_activations,
-    merge_sections,
-)
+from offload_strategy.integrations.deepspeed import config_sections
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
 from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 
@@ -68,31 +63,22 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
 
     def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
         assert isinstance(self.config, dict)
-        sections = derived_sections(self._given, self.offload_config, largest_parameter)
-        merge_sections(self.config, sections)
+        sections = config_sections.derived_sections(
+            self._given, self.offload_config, largest_parameter
+        )
+        config_sections.merge_sections(self.config, sections)
         if "offload_optimizer" in sections.get("zero_optimization", {}):
             # Otherwise DeepSpeed accepts only its own optimizers from `configure_optimizers`.
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         return sections
 
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of the Trainer, with indices; see [Note: DeepSpeed on the CPU]."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = devices and [
-            torch.device("cpu", number) if device.type == "cpu" else device
-            for number, device in enumerate(devices)
-        ]
-
     def setup_environment(self) -> None:
-        """Create the process group, on the CPU as well."""
+        """Create the process group, on the CPU as well; see [Note: DeepSpeed on the CPU]."""
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
         assert self.accelerator is not None
+        self.parallel_devices = [torch.device("cpu", each) for each in range(self.num_processes)]
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
@@ -100,11 +86,12 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         """Set up DeepSpeed, then attach the model."""
         assert self.model is not None
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters()]
-        check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
+        config_sections.check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        engine = self._open_engine(for_activations(self.offload_config), self.num_processes)
+        config = config_sections.for_activations(self.offload_config)
+        engine = self._open_engine(config, self.num_processes)
         try:
             engine.attach(self.model)
             self._weights = install(engine, self.model)

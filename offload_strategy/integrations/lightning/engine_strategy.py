@@ -183,8 +183,10 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._devices = devices
-        if devices is not None and len(devices) > 1:
-            self._become_parallel()
+        if devices:
+            self._root_device = torch.device(devices[0])
+            if len(devices) > 1:
+                self._become_parallel()
 
     def _become_parallel(self) -> None:
         """Take another class: the framework holds this object already, and has not used it yet."""
@@ -212,12 +214,6 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
 
     # Fabric sets this attribute, although it looks for the property.
     _num_nodes = num_nodes
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device to train on."""
-        plain: torch.device = cast(Any, super()).root_device
-        return torch.device(self._devices[0]) if self._devices else plain
 
 
 class StreamingCheckpointIO(_TorchCheckpointIO):

@@ -1,7 +1,5 @@
 """Registers `Trainer(strategy="ssd_offload")` for `lightning.pytorch` when it is imported."""
 
-from __future__ import annotations
-
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import strategies
 

@@ -1,7 +1,5 @@
 """Registers `Trainer(strategy="ssd_offload")` for `pytorch_lightning` when it is imported."""
 
-from __future__ import annotations
-
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning import strategies
 

@@ -87,10 +87,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         # An optimizer that the module returns again in a later fit gets its states back.
         for optimizer, before in product(self.optimizers, wrapped):
             if is_offloaded(before) and before.inner is optimizer:
-                # As they are: `load_state_dict` would cast them to the dtypes of the weights.
-                states = before.state_dict()["state"]
-                parameters = enumerate(before.parameters())
-                optimizer.state.update((p, states[i]) for i, p in parameters if i in states)
+                before.give_states_back()
         for fit in earlier:
             fit._close_engine()
 

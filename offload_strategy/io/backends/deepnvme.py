@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections import deque
 from contextlib import closing, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -162,36 +163,21 @@ def _check_room_for_events(wanted: int) -> None:
         )
 
 
-_loaded: Any = None
 _loading = threading.Lock()
 
 
 def _load() -> Any:
-    """Import DeepSpeed's code, which compiles it at the first use."""
-    global _loaded
+    """Return DeepSpeed's code; the first of several threads imports it, the others wait."""
     with _loading:
-        if _loaded is None:
-            if (reason := unavailable_reason()) is not None:
-                raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
-            _loaded = _build()
-            _write_first(_loaded)
-        return _loaded
+        return _import_once()
 
 
-def _write_first(aio: Any) -> None:
-    """Make DeepSpeed's first write on one thread.
+@cache
+def _import_once() -> Any:
+    """Import DeepSpeed's code, which compiles it at the first use."""
+    if (reason := unavailable_reason()) is not None:
+        raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
 
-    It calls Python from within `std::call_once`: a second thread that got there meanwhile would
-    wait forever while it holds the interpreter lock.
-    """
-    with closing(_Handle(aio, PAGE_BYTES)) as handle:
-        page = mmap.mmap(-1, PAGE_BYTES)
-        # An error is fine, for instance if the file system does not support direct I/O.
-        with tempfile.TemporaryFile() as file, suppress(OSError):
-            handle.move(file.fileno(), memoryview(page), 0, write=True)
-
-
-def _build() -> Any:
     def build() -> Any:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -206,9 +192,24 @@ def _build() -> Any:
             f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
         )
     try:
-        return built.result()
+        aio = built.result()
     except BaseException as error:
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {error}. "
             f"It needs {_INSTALL}. Or use 'auto'."
         ) from error
+    _write_first(aio)
+    return aio
+
+
+def _write_first(aio: Any) -> None:
+    """Make DeepSpeed's first write on one thread.
+
+    It calls Python from within `std::call_once`: a second thread that got there meanwhile would
+    wait forever while it holds the interpreter lock.
+    """
+    with closing(_Handle(aio, PAGE_BYTES)) as handle:
+        page = mmap.mmap(-1, PAGE_BYTES)
+        # An error is fine, for instance if the file system does not support direct I/O.
+        with tempfile.TemporaryFile() as file, suppress(OSError):
+            handle.move(file.fileno(), memoryview(page), 0, write=True)

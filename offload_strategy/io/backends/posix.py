@@ -22,10 +22,8 @@ from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.units import PAGE_BYTES, round_up
 
-try:
+with contextlib.suppress(ImportError):  # Windows, where no tier has a path
     from fcntl import F_GETFL, fcntl
-except ImportError:  # not a POSIX system: `check_directory` refuses ssd tiers there
-    fcntl = None  # type: ignore[assignment]
 
 #: A system call that fails with EAGAIN is repeated for this long.
 RETRY_SECONDS = 30.0

@@ -48,11 +48,7 @@ def run_within(seconds: float, call: Callable[[], _Result], name: str) -> Future
     return ended if wait([ended], seconds).done else None
 
 
-class _ThisThread(threading.local):
-    is_of_pool = False
-
-
-_this_thread = _ThisThread()
+_this_thread = threading.local()
 
 
 def run_off_pools(call: Callable[[], object]) -> None:
@@ -61,7 +57,7 @@ def run_off_pools(call: Callable[[], object]) -> None:
     Garbage may be collected on any thread. One of a pool would wait for its own job, for ever, and
     until then no garbage would be collected any more.
     """
-    if _this_thread.is_of_pool:
+    if getattr(_this_thread, "is_of_pool", False):
         # Not a `threading.Thread`: whoever allocates here may hold the lock of that module.
         _thread.start_new_thread(call, ())
     else:

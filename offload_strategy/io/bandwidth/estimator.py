@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from offload_strategy.telemetry import Direction
 
 #: Seconds of busy time after which an observation counts half.
 _HALF_LIFE_SECONDS = 0.5
+#: By how much the transfers of a `RecentRate` count less after each further one.
+_DECAY = 0.9
 #: A seed (the rate of an earlier run or a probe) counts as much as this many seconds.
 _SEED_SECONDS = 0.25
 
@@ -20,11 +23,36 @@ def round_trip_rate(read: float, write: float) -> float:
     return 2 / (1 / read + 1 / write)
 
 
+class Begun(NamedTuple):
+    """When a request began, and for how many seconds its path had been saturated until then."""
+
+    at: float
+    busy_seconds: float
+
+
 class Transferred(NamedTuple):
     """Bytes that moved, and the seconds that they took."""
 
     nbytes: float = 0
     seconds: float = 0.0
+
+
+class RecentRate:
+    """The rate of the latest transfers: each counts more than those before it."""
+
+    def __init__(self, nbytes: float = 0.0, seconds: float = 0.0) -> None:
+        self._sums = Transferred(nbytes, seconds)
+
+    def add(self, nbytes: float, seconds: float, decay: float = _DECAY) -> None:
+        """Add a transfer, after which all earlier ones count less by a factor."""
+        before = self._sums
+        self._sums = Transferred(before.nbytes * decay + nbytes, before.seconds * decay + seconds)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second, or None while nothing is known."""
+        nbytes, seconds = self._sums
+        return nbytes / seconds if seconds > 0 else None
 
 
 class BandwidthEstimator:
@@ -41,7 +69,7 @@ class BandwidthEstimator:
     """
 
     def __init__(self) -> None:
-        self._recent = dict.fromkeys(Direction, Transferred())
+        self._recent = {direction: RecentRate() for direction in Direction}
         self._sustained = dict.fromkeys(Direction, Transferred())
         # Since when a direction's queue has not been empty.
         self._full_since: dict[Direction, float | None] = dict.fromkeys(Direction)
@@ -49,38 +77,27 @@ class BandwidthEstimator:
         self._busy_seconds = self._accounted_seconds = 0.0
         self._busy_since: float | None = None
 
-    def seed(self, *, read: float | None = None, write: float | None = None) -> None:
-        """Begin with known rates in bytes per second; None where none is known."""
-        for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
-            if rate is not None:
-                self._recent[direction] = Transferred(rate * _SEED_SECONDS, _SEED_SECONDS)
+    def seed(self, rates: Mapping[Direction, float]) -> None:
+        """Begin with known rates in bytes per second."""
+        for direction, rate in rates.items():
+            self._recent[direction] = RecentRate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
-    def begins(self, now: float, *, saturated: bool) -> float:
-        """Record a request, which may take the last slot; return the saturated seconds so far."""
+    def begins(self, now: float, *, saturated: bool) -> Begun:
+        """Record a request, which may take the last slot."""
         if self._busy_since is not None:
             self._busy_seconds += now - self._busy_since
         self._busy_since = now if saturated else None
-        return self._busy_seconds
+        return Begun(now, self._busy_seconds)
 
     def completed(
-        self,
-        direction: Direction,
-        nbytes: int,
-        now: float,
-        *,
-        begun: float,
-        busy_before: float,
-        saturated: bool,
+        self, direction: Direction, nbytes: int, now: float, begun: Begun, *, saturated: bool
     ) -> None:
-        """Record a request that began at `begun`, when `begins` returned `busy_before`."""
-        busy = self.begins(now, saturated=saturated)
-        share = (busy - busy_before) / (now - begun) if now > begun else 0.0
+        """Record the end of a request, for which `begins` returned `begun`."""
+        busy = self.begins(now, saturated=saturated).busy_seconds
+        share = (busy - begun.busy_seconds) / (now - begun.at) if now > begun.at else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
-        before = self._recent[direction]
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
-        self._recent[direction] = Transferred(
-            before.nbytes * decay + nbytes * min(1.0, share), before.seconds * decay + seconds
-        )
+        self._recent[direction].add(nbytes * min(1.0, share), seconds, decay)
 
     def add_sustained(
         self, direction: Direction, nbytes: int, now: float, *, full: bool, continues: bool
@@ -102,8 +119,7 @@ class BandwidthEstimator:
 
     def rate(self, direction: Direction) -> float | None:
         """Current bytes per second of a direction, or None while nothing is known."""
-        nbytes, seconds = self._recent[direction]
-        return nbytes / seconds if seconds > 0 else None
+        return self._recent[direction].rate
 
     def round_trip(self) -> float | None:
         """Bytes per second for bytes that are written once and read once, or None if unknown."""

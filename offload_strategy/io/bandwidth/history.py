@@ -98,8 +98,6 @@ Rates = Mapping[Direction, MeasuredRate]
 
 @dataclass(frozen=True, config=_STRICT)
 class _SavedRates:
-    """Content of one file."""
-
     format: Literal[1]
     of: PathIdentity
     read: MeasuredRate | None = None

@@ -53,7 +53,7 @@ class MeasuredPaths:
 
     def _begin_with(self, queue: PathQueue, identity: PathIdentity, known: Rates) -> None:
         self._paths[queue] = identity, known
-        queue.bandwidth.seed(**{str(way): measured.rate for way, measured in known.items()})
+        queue.bandwidth.seed({way: measured.rate for way, measured in known.items()})
 
     def expected(self, queue: PathQueue, direction: Direction) -> float | None:
         """Bytes per second that were known when the run began, or None."""

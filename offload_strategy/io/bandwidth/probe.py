@@ -101,8 +101,7 @@ def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
     spare = max(int(region.free_bytes * _SHARE_OF_FREE), at_least)
     size = min(max(nbytes, at_least), spare) // PAGE_BYTES * PAGE_BYTES
     while size >= at_least:
-        extent = region.allocate(size)
-        if extent is not None:
+        if (extent := region.allocate(size)) is not None:
             return extent
         size = size // 2 // PAGE_BYTES * PAGE_BYTES
     raise StorageError(

@@ -167,7 +167,8 @@ class PathLockHolder:
         self._waiting = False
         self._closed = False
         self.held = False
-        self._bytes_left = 0
+        #: How many bytes may begin to be read while the lock is held.
+        self.bytes_left = 0
 
     def may_begin(self, *, first_block: bool) -> bool:
         """Whether a block may begin; begins to wait for the lock if it is needed.
@@ -175,7 +176,7 @@ class PathLockHolder:
         Only the first block of a move has to wait: a move that has begun is never interrupted.
         """
         if self.held:
-            return self._bytes_left > 0 or not first_block
+            return self.bytes_left > 0 or not first_block
         if self._lock is None or not self._lock.others():
             return True
         if not self._waiting and not self._closed:
@@ -186,15 +187,11 @@ class PathLockHolder:
             self._waiting = True
         return False
 
-    def count(self, nbytes: int) -> None:
-        """Count bytes that begin to be read."""
-        self._bytes_left -= nbytes
-
     def acquired(self) -> None:
         """The lock is held from now on."""
         self._waiting = False
         self.held = True
-        self._bytes_left = BYTES_PER_HOLD
+        self.bytes_left = BYTES_PER_HOLD
 
     def release(self) -> None:
         """Release the lock if it is held; no read may be in flight."""

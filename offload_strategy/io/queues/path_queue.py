@@ -186,7 +186,7 @@ class PathQueue:
                 self.backend.submit(requests)
             except BaseException as error:
                 for part, _, _ in in_flight.blocks:
-                    self._count_block(in_flight, part, error)
+                    self._block_done(in_flight, part, error)
 
     def _take(self, part: StripeMove) -> InFlight:
         """The next request, which begins with a part; the caller holds the lock."""
@@ -200,10 +200,8 @@ class PathQueue:
             most = self.backend.max_adjacent
             parts = queue.take_adjacent(part, room - nbytes, most, self._joins)
             blocks = [(part, 0, part.nbytes) for part in parts]
-        in_flight = InFlight(queue, blocks, urgent, perf_counter())
-        in_flight.busy_before = self.bandwidth.begins(
-            in_flight.begun, saturated=self._is_saturated()
-        )
+        in_flight = InFlight(queue, blocks, urgent)
+        in_flight.begun = self.bandwidth.begins(perf_counter(), saturated=self._is_saturated())
         return in_flight
 
     def _is_saturated(self) -> bool:
@@ -224,7 +222,7 @@ class PathQueue:
             part.state = MoveState.RUNNING
             part.started_at = self._recorder.move_started(self.tier, part.direction)
         if part.direction is Direction.READ:
-            self._path_lock.count(nbytes)
+            self._path_lock.bytes_left -= nbytes
 
     def _request(self, part: StripeMove, begin: int, nbytes: int, done: Done) -> BlockRequest:
         request = BlockRequest(
@@ -244,37 +242,19 @@ class PathQueue:
     def _block_done(
         self, in_flight: InFlight, part: StripeMove, error: BaseException | None
     ) -> None:
-        over = self._count_block(in_flight, part, error)
-        if over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
-            self._dispatch()
-
-    def _count_block(
-        self, in_flight: InFlight, part: StripeMove, error: BaseException | None
-    ) -> bool:
-        """Count a block as over; returns whether its whole request is."""
         with self._lock:
             now = perf_counter()
             was_saturated = self._is_saturated()
             if request_over := in_flight.block_ended():
-                self._request_seconds += (now - in_flight.begun - self._request_seconds) / 4
+                self._request_seconds += (now - in_flight.begun.at - self._request_seconds) / 4
                 direction, queue, nbytes = part.direction, in_flight.queue, in_flight.nbytes
-                self.bandwidth.completed(
-                    direction,
-                    nbytes,
-                    now,
-                    begun=in_flight.begun,
-                    busy_before=in_flight.busy_before,
-                    saturated=self._is_saturated(),
-                )
+                begun, saturated = in_flight.begun, self._is_saturated()
+                self.bandwidth.completed(direction, nbytes, now, begun, saturated=saturated)
                 waiting, others = bool(queue.waiting), queue.in_flight
                 idle = not (self._reads.in_flight or self._writes.in_flight)
-                self.bandwidth.add_sustained(
-                    direction,
-                    nbytes,
-                    now,
-                    full=was_saturated and (waiting or others + 1 >= self.backend.depth),
-                    continues=others > 0 or (idle and waiting),
-                )
+                full = was_saturated and (waiting or others + 1 >= self.backend.depth)
+                continues = others > 0 or (idle and waiting)
+                self.bandwidth.add_sustained(direction, nbytes, now, full=full, continues=continues)
             part.blocks_in_flight -= 1
             if error is not None and part.state is MoveState.RUNNING:
                 part.state = MoveState.FAILED
@@ -286,7 +266,8 @@ class PathQueue:
                 part.state = MoveState.DONE
         if part_over:
             self._end(part)
-        return request_over
+        if request_over and (self._reads.waiting or self._writes.waiting or self._path_lock.held):
+            self._dispatch()
 
     def _end(self, part: StripeMove) -> None:
         if part.next_block:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from offload_strategy.io.bandwidth.estimator import Begun
 from offload_strategy.io.queues.checksums import Digests
 from offload_strategy.io.queues.encryption import Tags
 from offload_strategy.telemetry import Direction
@@ -135,8 +136,7 @@ class InFlight:
     queue: RequestQueue
     blocks: list[tuple[StripeMove, int, int]]
     urgent: bool
-    begun: float
-    busy_before: float = 0.0
+    begun: Begun = field(default=Begun(0.0, 0.0))
     nbytes: int = 0
     left: int = 0
 

@@ -58,8 +58,7 @@ class ExtentAllocator:
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
         self._allocated: dict[int, int] = {}  # start -> size
-        self._end = begin + self.capacity
-        self._free = FreeRanges(self._end)
+        self._free = FreeRanges(begin + self.capacity)
         if begin:
             self._free.take(0, begin)
 
@@ -69,7 +68,7 @@ class ExtentAllocator:
         large_enough = ((begin, end) for begin, end in self._free if end - begin >= size)
         tried = islice(large_enough, 1 if size >= LARGE_BYTES else _RANGES_TRIED)
         # What reaches the end was never used, or all behind it is free again: it comes last.
-        ranked = ((end == self._end, end - begin, begin) for begin, end in tried)
+        ranked = ((end == self._free.size, end - begin, begin) for begin, end in tried)
         best = min(ranked, default=None)
         if best is None:
             return None

@@ -218,7 +218,6 @@ class GradientBacking:
         self._norms.clear()
 
     def _pending(self) -> EditHistory:
-        """The edits that were not yet applied."""
         return EditHistory(self.history.edits[self._applied :])
 
     def _load(self) -> tuple[torch.Tensor, bool]:
@@ -242,13 +241,18 @@ class GradientBacking:
         data = self._source
         if not isinstance(data, torch.Tensor) or self.edited or self._applied:
             return
-        storage = data.untyped_storage()
-        # An alias that somebody kept could be changed without anyone noticing. The two that may be
-        # there: the tensor that the source has, and `storage`.
-        alone = torch._C._storage_Use_Count(storage._cdata) <= 2
-        if alone and storage.nbytes() == data.nbytes:
+        if self.is_alone and data.untyped_storage().nbytes() == data.nbytes:
             self._source = put(data)
             self._version = self._source_version()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else has the memory, who could change it without anyone noticing."""
+        if not isinstance(self._source, torch.Tensor):
+            return True
+        storage = self._source.untyped_storage()
+        # The two that may be there: the tensor that the source has, and `storage`.
+        return torch._C._storage_Use_Count(storage._cdata) <= 2
 
     # ------------------------------------------------------------------ edits and norms
     def record(self, edit: Edit) -> None:

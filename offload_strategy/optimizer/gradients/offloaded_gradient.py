@@ -141,12 +141,22 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def data(self) -> OffloadedGradient:
-        """An alias, as of a plain tensor; see `alias_of`."""
-        return alias_of(self)
+        """Another tensor of the same values: a change of one is seen in both."""
+        return self.over(self.backing, TensorMetadata.of(self))
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        set_values(self, values)
+        metadata = TensorMetadata.of(values)
+        if isinstance(values, OffloadedGradient):
+            backing = values.backing
+            if backing is self.backing and metadata == TensorMetadata.of(self):
+                return
+        else:
+            backing = GradientBacking(None, values)
+            backing.replace(values.detach())
+        # PyTorch's own setter changes shape, strides, dtype and device.
+        torch.Tensor.data.__set__(self, self.over(backing, metadata))  # type: ignore[attr-defined]
+        self.backing = backing
 
     # ------------------------------------------------------------------ as of the plain tensor
     numpy = _on_memory("numpy")
@@ -192,27 +202,6 @@ class OffloadedGradient(torch.Tensor):
 # every gradient by itself, which on accelerators rounds differently. DTensor registers itself in
 # the same way.
 _foreach_utils._foreach_supported_types.append(OffloadedGradient)
-
-
-# Functions, as methods could collide with those of PyTorch and with attributes of users.
-def alias_of(gradient: OffloadedGradient) -> OffloadedGradient:
-    """Make another tensor of the same values: a change of one is seen in both."""
-    return gradient.over(gradient.backing, TensorMetadata.of(gradient))
-
-
-def set_values(gradient: OffloadedGradient, values: torch.Tensor) -> None:
-    """Replace values, shape and dtype, as ``tensor.data = values`` does."""
-    metadata = TensorMetadata.of(values)
-    if isinstance(values, OffloadedGradient):
-        backing = values.backing
-        if backing is gradient.backing and metadata == TensorMetadata.of(gradient):
-            return
-    else:
-        backing = GradientBacking(None, values)
-        backing.replace(values.detach())
-    # PyTorch's own setter changes shape, strides, dtype and device.
-    torch.Tensor.data.__set__(gradient, gradient.over(backing, metadata))  # type: ignore[attr-defined]
-    gradient.backing = backing
 
 
 # ---------------------------------------------------------------------- gradients of parameters
@@ -275,13 +264,16 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     result = op(*plain_args, **plain_options)
     for values, gradient in changed:
         if reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
-            set_values(gradient, values)
-    return with_gradients(result)
+            gradient.data = values
+    result = with_gradients(result)
+    # The functions above refer to themselves, and would keep the values until garbage collection.
+    was_read.clear()
+    changed.clear()
+    return result
 
 
 # ---------------------------------------------------------------------- recorded edits
 def _records(value: object) -> bool:
-    """Whether edits of this tensor are recorded."""
     return (
         isinstance(value, OffloadedGradient)
         and not value.backing.is_materialized
@@ -402,7 +394,7 @@ _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
         ),
         _like,
     ),
-    aten.detach.default: lambda op, args, options: alias_of(args[0]),
-    aten.alias.default: lambda op, args, options: alias_of(args[0]),
+    aten.detach.default: lambda op, args, options: args[0].data,
+    aten.alias.default: lambda op, args, options: args[0].data,
     aten.detach_.default: lambda op, args, options: args[0],
 }

@@ -5,8 +5,8 @@ Ahead of `step()` nothing visible may change. So the update runs on copies of we
 which become new tickets; the old states stay where they are. `step()` checks that the inputs of the
 update are still the same (gradients, hyper-parameters, weights, autocast). If so, states are
 replaced by swapping tickets, and weights are copied into the existing storage (never
-`p.data = ...`: aliases would become stale). If not, the new tickets are dropped and the update runs
-again, in place.
+`p.data = ...`: aliases would become stale). If not, the new tickets are dropped and the update
+runs again, in place.
 
 [Note: what version counters do not see]
 Weights may change between backward and `step()` without their version counters: `p.data.clamp_`,
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -55,8 +55,7 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return tree_map(own, settings)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class StoredWeight:
+class StoredWeight(NamedTuple):
     """New values of a streamed weight, and what stood for those that went into the update."""
 
     ticket: Ticket
@@ -84,7 +83,7 @@ class AheadUpdate:
     segments: Sequence[Segment] = ()
     ticket: Ticket | None = None
     stored: dict[int, StoredWeight] = field(default_factory=dict)
-    #: Whether `step()` has found the same weights; None before it has compared them.
+    #: Whether `Updater.compare_weights` has found the same weights; None where `commit` compares.
     unchanged: bool | None = None
 
     def may_be_valid(self, group: dict[str, Any]) -> bool:
@@ -111,12 +110,6 @@ class AheadUpdate:
             bits = torch.stack([bits[place] for place in places])
         return (bits == sums_of_bits(weights)).all()
 
-    def is_unchanged(self, places: Sequence[int]) -> bool:
-        """Whether the weights at these positions are the same, unless it is known."""
-        if self.unchanged is None:
-            self.unchanged = not places or bool(self.bits_match(places))
-        return self.unchanged
-
     def parameters(self) -> list[torch.Tensor]:
         """Whole parameters of the slices that it updated."""
         return [self.subgroup.slices[index].parameter for index in self.indices]
@@ -130,6 +123,11 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
 
     def equal(one: Any, other: Any) -> bool:
+        kinds = type(one), type(other)
+        if kinds == (dict, dict):
+            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        if kinds in ((list, list), (tuple, tuple)):
+            return len(one) == len(other) and all(map(equal, one, other))
         tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
         try:
             return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
@@ -142,21 +140,19 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the bits of each weight, dense or rows of a dense one."""
-    return torch.stack([_sum_of_bits(weight) for weight in weights])
+    """The sum of the bits of each weight, dense or rows of a dense one.
 
-
-def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """The sum of a dense tensor's 8-byte words as integers, and of the elements at both ends."""
-    flat = weight.detach().as_strided((weight.numel(),), (1,), weight.storage_offset())
-    itemsize = flat.element_size()
-    if itemsize >= 8:
-        return flat.view(torch.int64).sum()
-    per_word = 8 // itemsize
-    begin = min(flat.numel(), -flat.storage_offset() % per_word)
-    end = begin + (flat.numel() - begin) // per_word * per_word
-    total = flat[begin:end].view(torch.int64).sum()
-    for rest in (flat[:begin], flat[end:]):
-        if rest.numel():
-            total = total + rest.view(INTEGERS[itemsize]).sum()
-    return total
+    It is that of its 8-byte words as integers, and of the elements at both ends.
+    """
+    sums = []
+    for weight in weights:
+        flat = weight.detach().as_strided((weight.numel(),), (1,))
+        per_word = max(1, 8 // flat.element_size())
+        begin = min(flat.numel(), -flat.storage_offset() % per_word)
+        end = begin + (flat.numel() - begin) // per_word * per_word
+        total = flat[begin:end].view(torch.int64).sum()
+        for rest in (flat[:begin], flat[end:]):
+            if rest.numel():
+                total = total + rest.view(INTEGERS[flat.element_size()]).sum()
+        sums.append(total)
+    return torch.stack(sums)

@@ -12,6 +12,7 @@ the same cores anyway, and on an accelerator they are only launched there, on a 
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ PREFETCHED_SUBGROUPS = 2
 #: Complete subgroups that may wait for their states before backward waits for them as well. Those
 #: of one large parameter are complete at once, hold one gradient together, and count as one.
 _MAX_WAITING = 2
+_Backing = weakref.ref[GradientBacking]
 _NODE_CODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -78,9 +80,15 @@ class BackwardOverlap(ABC):
     States are prefetched in the order in which the last backward completed the subgroups.
     """
 
-    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+    ) -> None:
         self._updater = updater
         self._is_last = is_last
+        self._is_planned = is_planned
+        # Whether the groups were those of the subgroups when the pass began. If not, gradients stay
+        # where they are until `step()`, which plans again.
+        self._updates = True
         self._passes = BackwardPasses()
         self.streams = updater.streams
         self._order: list[Subgroup] = []
@@ -91,6 +99,8 @@ class BackwardOverlap(ABC):
         self._completed: dict[Subgroup, None] = {}
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
+        #: Gradients of an earlier pass, and what has their memory since this one.
+        self._succeeded: list[tuple[_Backing, GradientBacking]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
         self._ran_ahead = self.speculated_steps = self.redone_steps = 0
 
@@ -141,12 +151,17 @@ class BackwardOverlap(ABC):
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Take a final gradient, that in `p.grad` unless another is given."""
         subgroups = self._subgroups_of.get(id(parameter))
-        if subgroups is None:
+        if subgroups is None or not self._updates:
             return
         deferred = gradient is not None
+        earlier = None
         if gradient is None:
             if parameter.grad is None or not packable(local_tensor(parameter)):
                 return
+            before = local_tensor(parameter.grad)
+            if isinstance(before, OffloadedGradient):  # accumulated into: it has its values
+                earlier = weakref.ref(before.backing)
+            del before
             gradient = gradient_values(parameter)
             # It cannot be stored and sliced, or is itself part of a graph.
             if not packable(gradient) or gradient.requires_grad:
@@ -157,6 +172,8 @@ class BackwardOverlap(ABC):
         else:
             parameter.grad = wrap_like(parameter.grad, offloaded)
         del gradient
+        if earlier is not None:
+            self._check_at_end(earlier, offloaded.backing)
         if not self._runs_ahead():
             self._keep(offloaded.backing)
             return
@@ -167,6 +184,21 @@ class BackwardOverlap(ABC):
                 self._waiting.append(subgroup)
                 self._completed[subgroup] = None
         self._advance()
+
+    def _check_at_end(self, earlier: _Backing, backing: GradientBacking) -> None:
+        """Check whether somebody keeps the gradient of an earlier pass, with the same memory.
+
+        When the pass ends, as autograd keeps it until then.
+        """
+        if not self._succeeded:
+            torch.autograd.Variable._execution_engine.queue_callback(self._materialize_kept)
+        self._succeeded.append((earlier, backing))
+
+    def _materialize_kept(self) -> None:
+        for earlier, backing in self._succeeded:
+            if earlier() is not None or not backing.is_alone:
+                backing.materialize()  # its memory may be changed unnoticed
+        self._succeeded.clear()
 
     # ------------------------------------------------------------------ updates
     def _prefetch_upcoming(self) -> None:
@@ -191,6 +223,7 @@ class BackwardOverlap(ABC):
     def _drop_all(self) -> None:
         """Drop what was collected, and expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
+        self._succeeded.clear()
         self._order = [*self._completed, *self._incomplete()]
         self._completed = {}
         self._waiting.clear()
@@ -201,7 +234,8 @@ class BackwardOverlap(ABC):
         # What an earlier backward left that raised, or whose gradients were cleared; or, of one
         # before the same step(), what ran ahead: gradients go on accumulating.
         self._drop_all()
-        if self._runs_ahead():
+        self._updates = self._is_planned()
+        if self._updates and self._runs_ahead():
             self._prefetch_upcoming()
 
     def _runs_ahead(self) -> bool:
@@ -237,4 +271,8 @@ class BackwardOverlap(ABC):
 
     def gradients_cleared(self) -> None:
         """Handle `zero_grad`, before `step()` or after it."""
+        self.reset()
+
+    def states_replaced(self) -> None:
+        """Handle other states, which may come between backward and `step()`."""
         self.reset()

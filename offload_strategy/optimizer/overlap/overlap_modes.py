@@ -96,7 +96,6 @@ class RetainedGradients:
             backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
 
     def _stays(self, gradient: TensorMetadata) -> bool:
-        """Whether a gradient on the host stays where it is."""
         fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
         return gradient.device.type == "cpu" and fits
 
@@ -145,9 +144,13 @@ class CommittedUpdates(BackwardOverlap):
     """``overlap: commit``: updates run ahead on copies, and `step()` makes them current."""
 
     def __init__(
-        self, updater: Updater, is_last: Callable[[], bool], retained: RetainedGradients
+        self,
+        updater: Updater,
+        is_last: Callable[[], bool],
+        is_planned: Callable[[], bool],
+        retained: RetainedGradients,
     ) -> None:
-        super().__init__(updater, is_last)
+        super().__init__(updater, is_last, is_planned)
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[Subgroup, AheadUpdate] = {}
@@ -175,21 +178,20 @@ class CommittedUpdates(BackwardOverlap):
 
     def _update(self, subgroup: Subgroup) -> None:
         edits = self._prediction.predicted
-        ready = [subgroup.slices[index] for index in sorted(subgroup.ready)]
+        ready = {index: subgroup.slices[index] for index in sorted(subgroup.ready)}
         memory = None
-        in_memory = not self._updater.weights.streams
-        if in_memory and all(param_slice.rows is None for param_slice in ready):
-            memory = self._retained.memory_of([self._backings[id(s.parameter)] for s in ready])
+        whole = [s.parameter for s in ready.values() if s.rows is None]
+        if len(whole) == len(ready) and not self._updater.weights.streams:
+            memory = self._retained.memory_of([self._backings[id(each)] for each in whole])
         gradients = {}
-        for index in sorted(subgroup.ready):
-            param_slice = subgroup.slices[index]
+        for index, param_slice in ready.items():
             gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
             gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
             del gradient
         with self.streams.updating(list(gradients.values())):
             self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
-        for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
+        for key in {id(param_slice.parameter) for param_slice in ready.values()}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
             if all(other in self._done for other, _ in self._subgroups_of[key]):
                 self._retained.retain(self._backings[key][1])
@@ -237,17 +239,21 @@ class CommittedUpdates(BackwardOverlap):
 class EagerUpdates(BackwardOverlap):
     """``overlap: eager``: weights change as soon as their gradients are complete."""
 
-    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
-        super().__init__(updater, is_last)
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+    ) -> None:
+        super().__init__(updater, is_last, is_planned)
         #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
         self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
         # Parameters of which some slices are updated. If streamed, they are written once, when all
         # slices have been: gradients of the other parameters of a subgroup may come much later.
         self._begun: set[torch.Tensor] = set()
-        #: Whether a backward has updated weights and no step() has followed.
-        self._unstepped = False
+        #: Whether a backward has updated weights and no step() has followed, and whether states
+        #: were loaded meanwhile.
+        self._unstepped = self._states_replaced = False
 
     def _begin_backward(self) -> None:
+        self._states_replaced = False
         self._check_stepped()
         super()._begin_backward()
 
@@ -272,7 +278,18 @@ class EagerUpdates(BackwardOverlap):
             self._updater.weights.residency.set_held(parameter, begun)
 
     def finish(self) -> list[AheadUpdate]:
-        """Update the subgroups whose gradients are left; there is nothing to commit."""
+        """Update the subgroups whose gradients are left; there is nothing to commit.
+
+        Raises `OffloadError` if states were loaded since some of them were used.
+        """
+        if self._states_replaced:
+            self._states_replaced = self._unstepped = False
+            raise OffloadError(
+                "with optimizer.overlap: eager states were loaded between a backward pass and its "
+                "step(). Its gradients have updated weights with the states before, so that the "
+                "weights are not those of any step: load the checkpoint again, weights and states, "
+                "and run backward after that, or use optimizer.overlap: commit."
+            )
         while self._waiting:
             self._prefetch_upcoming()
             self._update(self._waiting.popleft())
@@ -285,8 +302,14 @@ class EagerUpdates(BackwardOverlap):
 
     def gradients_cleared(self) -> None:
         """Raise `OffloadError` if no `step()` has followed an update of weights."""
+        self._states_replaced = False
         self.reset()
         self._check_stepped()
+
+    def states_replaced(self) -> None:
+        """Drop what is left of a pass whose other gradients were used: `step()` will refuse."""
+        self._states_replaced = self._unstepped or bool(self._gradients)
+        self.reset()
 
     def _check_stepped(self) -> None:
         if self._unstepped:

@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import math
 import os
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
@@ -59,6 +61,7 @@ class DataParallelGroup:
         self.process_group = module.process_group
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
+        self._device: torch.device = module.device
         self.shards_states = shards_states and self.size > 1
         self._directory: RankDirectory | None = None
 
@@ -78,11 +81,9 @@ class DataParallelGroup:
 
     def any_rank(self, own: Sequence[bool]) -> list[bool]:
         """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
-        self._ranks()
-        flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
-        self.wait(
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.process_group, async_op=True)
-        )
+        self.ranks()
+        flags = torch.tensor(own, dtype=torch.uint8, device=self._device)
+        self.wait(dist.all_reduce(flags, dist.ReduceOp.MAX, self.process_group, async_op=True))
         return [bool(flag) for flag in flags.tolist()]
 
     @contextmanager
@@ -103,11 +104,10 @@ class DataParallelGroup:
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Begin to send the owner's values of a contiguous tensor to all other ranks."""
-        group = self.process_group
         if tensor.dtype.itemsize == 1:  # gloo does not know float8
             tensor = tensor.view(torch.uint8)
-        work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
-        assert work is not None
+        group = self.process_group
+        work: dist.Work = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
         return work
 
     def wait(self, work: dist.Work) -> None:
@@ -127,16 +127,26 @@ class DataParallelGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The small objects of all ranks, by rank, on each of them."""
-        found = [value] * self.size
-        dist.all_gather_object(found, value, group=self.process_group)
-        return found
+        self.ranks()
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered(torch.tensor(own.numel()))]
+        rows = self._gathered(pad(own, (0, max(sizes) - own.numel())))
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape, on the host."""
+        own = own.to(self._device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self.wait(dist.all_gather(found, own, self.process_group, async_op=True))
+        return [each.cpu() for each in found]
 
     def broadcast_metadata(self, value: StateSet, owner: int) -> StateSet:
         """The owner's metadata of states, which are small, on all ranks."""
-        box = [value]
-        device = self._device()
-        dist.broadcast_object_list(box, group=self.process_group, group_src=owner, device=device)
-        return box[0]
+        found: StateSet = self.gather(value if self.rank == owner else None)[owner]
+        return found
 
     def barrier(self, call: str) -> None:
         """Wait for a limited time for the other ranks, which have to make the user's `call` too."""
@@ -153,19 +163,11 @@ class DataParallelGroup:
                 f"optimizer.sharding: false."
             ) from error
 
-    def on_one_machine(self) -> bool:
-        """Whether all ranks are on one machine; all of them have to ask."""
-        return self._ranks().on_one_machine
-
-    def _ranks(self) -> RankDirectory:
+    def ranks(self) -> RankDirectory:
+        """The processes of the ranks, all of which have to ask for it at the same time."""
         if self._directory is None:  # the first collective that all ranks run together
             self._directory = RankDirectory(self.process_group)
         return self._directory
-
-    def _device(self) -> torch.device:
-        module = self.module()
-        first = None if module is None else next(module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
 
 
 class GroupRegistry:

@@ -98,8 +98,7 @@ class GradientReductions:
 
     def _end(self) -> None:
         seen, self._seen = self._seen, {}
-        for parameter in self._dp_group.unused_parameters():
-            seen.setdefault(id(parameter), parameter)
+        seen |= {id(parameter): parameter for parameter in self._dp_group.unused_parameters()}
         self._passes.end()
         self._reducing.clear()
         if not self._listens:
@@ -132,9 +131,7 @@ class GradientReductions:
 def _all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     """Average a bucket over all ranks, as DDP does by itself: scaled first, then summed."""
     buffer = bucket.buffer().mul_(1.0 / state.size)
-    work = dist.all_reduce(buffer, group=state.process_group, async_op=True)
-    assert work is not None
-    future = work.get_future()
+    future = dist.all_reduce(buffer, group=state.process_group, async_op=True).get_future()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for listener in state.listeners:
         listener.add(future, pairs, bucket.is_last())

@@ -47,11 +47,10 @@ class RankDirectory:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         own = _own()
-        members: list[Any] = [None] * dist.get_world_size(group)
+        ranks = dist.get_process_group_ranks(group)
+        members: list[Any] = [None] * len(ranks)
         dist.all_gather_object(members, own, group=group)
-        self._processes: dict[int, RankProcess] = {
-            dist.get_global_rank(group, rank): member for rank, member in enumerate(members)
-        }
+        self._processes: dict[int, RankProcess] = dict(zip(ranks, members, strict=True))
         #: Whether all of them are on one machine, and see each other's processes there.
         self.on_one_machine = all(each.machine == own.machine for each in members)
         #: Those on this machine; None for one that has ended already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -14,8 +15,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
-from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts, WeightSharing
 from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
@@ -81,7 +81,7 @@ class RankShards:
     def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
         """Assign each subgroup in turn to the rank that has the fewest elements so far.
 
-        Subgroups with slices of one streamed weight go to one rank: see weight_sharing.py.
+        Subgroups with slices of one streamed weight go to one rank: no other can store it.
         """
         group = self._sharding_group
         if group is None:
@@ -122,17 +122,15 @@ class RankShards:
         group, weights = self._sharding_group, self._updater.weights
         if group is None:
             return StepBroadcasts(None, (), weights)
-        if self._sharing is None and weights.streams and group.on_one_machine():
+        if self._sharing is None and weights.streams and group.ranks().on_one_machine:
             self._sharing = WeightSharing(group, weights.residency)
         sharing = self._sharing
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
         flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        if sharing is not None:
-            flags += [not sharing.can_share(parameter) for parameter in parameters.values()]
+        flags += [sharing is None or not sharing.can_share(p) for p in parameters.values()]
         flags = group.any_rank(flags)
-        changing = [s for s, has_gradient in zip(subgroups, flags, strict=False) if has_gradient]
-        unshared = flags[len(subgroups) :] or [True for _ in parameters]
-        sent = {key for key, is_sent in zip(parameters, unshared, strict=True) if is_sent}
+        changing = list(compress(subgroups, flags[: len(subgroups)]))
+        sent = set(compress(parameters, flags[len(subgroups) :]))
         return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states

@@ -1,4 +1,16 @@
-"""New weights go from the rank that updates them to the other ranks."""
+"""New weights go from the rank that updates them to the other ranks.
+
+[Note: one copy of streamed weights]
+If every rank stored all new weights, N ranks would write each of them N times. So the owner of a
+weight stores it, as it would alone, and tells the others where: file, extent and digests. They open
+its file, read the weight from there when they need it, and free the copy that they had. The owner
+frees the old values once all ranks have the new ones. Values that are not on a path of the owner,
+or that cannot leave its memory, are sent instead.
+
+This needs all ranks on one machine, files that they can open of each other, and no encryption;
+otherwise all weights are sent, and each rank has its own copy. With streamed weights one rank
+updates all slices of a weight: no other can store it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +25,59 @@ from offload_strategy.optimizer.ranks.data_parallel_group import (
     DataParallelGroup,
     allow_forced_exit,
 )
-from offload_strategy.optimizer.ranks.weight_sharing import WeightSharing
 from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.updated_weights import UpdatedWeights
+from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
+from offload_strategy.store.shared_tickets import FileIdentity, SharedTicket
 from offload_strategy.units import KiB
 
 #: Smaller weights are packed: a message costs as much as sending so many bytes.
 _PACKED_BYTES = 256 * KiB
+
+
+class WeightSharing:
+    """The shared weights of a group's ranks. All ranks have to make one at the same time."""
+
+    def __init__(self, dp_group: DataParallelGroup, residency: WeightResidency) -> None:
+        self._dp_group = dp_group
+        self._residency = residency
+        #: By rank.
+        self._files: list[list[FileIdentity]] = dp_group.gather(residency.files.identities())
+        others = [files for rank, files in enumerate(self._files) if rank != dp_group.rank]
+        opened = all(others) and all([residency.files.open(files) for files in others])
+        #: Whether every rank can read the files of all others.
+        self.works = dp_group.any_rank([not opened]) == [False]
+
+    def can_share(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank can read a parameter's values where another rank has stored them."""
+        return self.works and self._residency.is_streamed_whole(parameter)
+
+    def exchange(
+        self, owners: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Let all ranks have the new values of weights, each given with the rank that has them.
+
+        Returns those that have to be sent. Raises StorageError on all ranks if weights cannot be
+        written on one.
+        """
+        residency, group = self._residency, self._dp_group
+        own = [parameter for parameter, owner in owners if owner == group.rank]
+        found: list[SharedTicket | None] = []
+        with group.together("store new weights"):
+            found = residency.share(own)
+        gathered: list[list[SharedTicket | None]] = group.gather(found)
+        by_owner = [iter(shared) for shared in gathered]
+        to_send = []
+        for parameter, owner in owners:
+            shared = next(by_owner[owner])
+            if shared is None:
+                to_send.append((parameter, owner))
+            elif owner != group.rank:
+                ticket = residency.files.adopt(self._files[owner], shared, parameter.device)
+                residency.replace(parameter, ticket)
+        group.any_rank([False])  # until all have replaced what they had
+        residency.drop_replaced(own)
+        return to_send
 
 
 class WeightBroadcast:
@@ -107,7 +164,7 @@ class StepBroadcasts:
         if self.dp_group is None:
             return
         shared: dict[int, tuple[torch.Tensor, int]] = {}
-        to_send: deque[tuple[list[ParameterSlice], int]] = deque()
+        to_send: list[tuple[list[ParameterSlice], int]] = []
         for subgroup in self._upcoming:
             slices = []
             for each in subgroup.slices:
@@ -120,20 +177,19 @@ class StepBroadcasts:
         self._upcoming.clear()
         self._send(self.dp_group, to_send)
         if self._sharing is not None and shared:
-            owners = list(shared.values())
-            left = [owners[position] for position in self._sharing.exchange(owners)]
-            self._send(self.dp_group, deque(([ParameterSlice(p)], owner) for p, owner in left))
+            left = self._sharing.exchange(list(shared.values()))
+            self._send(self.dp_group, [([ParameterSlice(p)], owner) for p, owner in left])
 
     def _send(
-        self, dp_group: DataParallelGroup, to_send: deque[tuple[list[ParameterSlice], int]]
+        self, dp_group: DataParallelGroup, to_send: Sequence[tuple[list[ParameterSlice], int]]
     ) -> None:
         """Send slices of streamed weights, each from its owner to all other ranks."""
         rank, weights = dp_group.rank, self._weights
-        while to_send:
-            slices, owner = to_send.popleft()
-            following = to_send[0] if to_send else ([], owner)
-            own = following[0] if following[1] == rank else []
-            weights.residency.prefetch(each.parameter for each in own)
+        for place, (slices, owner) in enumerate(to_send, start=1):
+            if place < len(to_send):
+                following, its_owner = to_send[place]
+                if its_owner == rank:
+                    weights.residency.prefetch(each.parameter for each in following)
             values = weights.copies(slices) if owner == rank else weights.memory_for(slices)
             # Nothing of this rank is held while it waits for others.
             self._begun.append(WeightBroadcast(dp_group, values, owner))

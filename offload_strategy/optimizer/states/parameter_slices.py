@@ -8,7 +8,7 @@ tiers only see local tensors. Users see DTensors, as plain optimizers make them.
 Vector instructions and the scalar loop that handles the remainder round differently, and some
 kernels hand blocks of 64 elements to their threads. A slice changes no bits if it begins where the
 whole tensor's update would begin a block as well: at multiples of 64 elements. Whether that is
-enough is checked on the user's optimizer (`compatibility.is_elementwise`); an optimizer whose
+enough is checked on the user's optimizer (`trial.is_elementwise`); an optimizer whose
 update of an element depends on other elements is never sliced.
 """
 

@@ -56,9 +56,20 @@ class Segment:
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of a flat uint8 buffer."""
-        typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
-        offset = (flat.storage_offset() + self.offset) // self.dtype.itemsize
-        return typed.as_strided(self.shape, self.strides, offset)
+        [tensor] = views_of(flat, [self])
+        return tensor
+
+
+def views_of(flat: torch.Tensor, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """The tensors of segments as views of a flat uint8 buffer of whole elements of each dtype."""
+    typed = {dtype: flat.view(dtype) for dtype in {each.dtype for each in segments}}
+    begin = flat.storage_offset()
+    return [
+        typed[each.dtype].as_strided(
+            each.shape, each.strides, (begin + each.offset) // each.dtype.itemsize
+        )
+        for each in segments
+    ]
 
 
 def lay_out(
@@ -137,6 +148,42 @@ def rebuild_wrappers(state: State) -> State:
         kind, names, context, shape, strides = state[name]
         inner = {each: state.pop(name + INNER + each) for each in names}
         state[name] = kind.__tensor_unflatten__(inner, context, shape, strides)
+    return state
+
+
+# ---------------------------------------------------------------------- states that are given
+@dataclass(frozen=True, eq=False, slots=True)
+class OpaqueTensor:
+    """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
+
+    It would move every tensor to its parameter's device and cast it to its dtype, all at once.
+    """
+
+    tensor: torch.Tensor
+
+
+def unwrap_tensors(state: State) -> State:
+    """The same state with its tensors."""
+    return {
+        name: value.tensor if isinstance(value, OpaqueTensor) else value
+        for name, value in state.items()
+    }
+
+
+def own_state(param_slice: ParameterSlice, given: State, precision: Precision) -> State:
+    """A slice's part of its parameter's state, flattened, in its device and compute dtypes."""
+    parameter = param_slice.parameter
+    state = flatten_wrappers(param_slice.slice_state(unwrap_tensors(given)))
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not packable(value):
+            state[name] = value = value.clone()  # not a view of a memory-mapped file
+        if packable(value):
+            dtype = value.dtype
+            if isinstance(given.get(name), OpaqueTensor) and parameter.is_floating_point():
+                dtype = parameter.dtype  # as `Optimizer.load_state_dict` casts it
+            if precision.has_master(parameter) and INNER not in name:
+                dtype = precision.compute_dtype(dtype)
+            state[name] = value.to(parameter.device, dtype)
     return state
 
 
@@ -245,7 +292,7 @@ class UnpackedStates:
     def of(cls, source: StateSet, flat: torch.Tensor | None) -> UnpackedStates:
         """Unpack a set, of whose ticket these are the bytes."""
         states = source.small_copies()
-        views = [] if flat is None else [each.segment.view(flat) for each in source.stored]
+        views = [] if flat is None else views_of(flat, [each.segment for each in source.stored])
         for each, view in zip(source.stored, views, strict=False):
             states[each.slice_index][each.name] = view
         return cls(source, [rebuild_wrappers(state) for state in states], flat, views)
@@ -277,9 +324,9 @@ class UnpackedStates:
             if not stored:
                 return StateSet(small, updates=updates)
             flat = store.borrow("optimizer", stored[-1].segment.end, tensors[0].device)
-            views = [each.segment.view(flat) for each in stored]
+            views = views_of(flat, [each.segment for each in stored])
         for tensor, view in zip(tensors, views, strict=True):
-            if tensor.data_ptr() != view.data_ptr():
+            if tensor is not view and tensor.data_ptr() != view.data_ptr():
                 copy_rounded(view, tensor, generator)
         ticket = store.put(flat, "optimizer", tiers, replaces=self.source.ticket)
         return StateSet(small, stored, ticket, updates)

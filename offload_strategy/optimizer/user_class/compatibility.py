@@ -58,10 +58,8 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
     What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
     """
     own, names = ({name for each in classes_of(c) for name in vars(each)} for c in (base, kind))
-    space: dict[str, Any] = {"__new__": lambda cls, *_, **__: object.__new__(cls)}
-    for name in names - own:
-        if not name.startswith("__"):
-            space[name] = of_inner(name)
+    space = {name: of_inner(name) for name in names - own if not name.startswith("__")}
+    space["__new__"] = lambda cls, *_, **__: object.__new__(cls)
     space |= {"__module__": base.__module__, "__doc__": base.__doc__}
     try:
         return types.new_class(base.__name__, (base, kind), {}, lambda body: body.update(space))

@@ -38,6 +38,8 @@ _DEPTH, _WIDTH = 3, 256
 #: Types of values that are compared as such, and of values that are not looked into.
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
+#: Stands for the value of what was not there.
+_ABSENT = object()
 
 
 class UnfitUpdateError(Exception):
@@ -55,12 +57,15 @@ class Watch:
         self._parameters = set(map(id, copy.state))
         self._devices = generators_of(copy.state)
         self._random = generator_states(self._devices)
-        self._shared = _snapshot(copy)
+        self._shared = dict(shared_values(copy))
+        #: The parts of those that are neither plain nor code.
+        self._parts = {
+            key: parts(value) for key, value in self._shared.items() if not _is_opaque(value)
+        }
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since; raises if anything else has changed."""
-        now = _snapshot(self._copy)
-        changed = {key for key in now if not _same(now[key], self._shared.get(key, []))}
+        changed = [key for key, value in shared_values(self._copy) if self._has_changed(key, value)]
         if changed or any(id(key) not in self._parameters for key in self._copy.state):
             names = {name for _, name in changed} or {"state"}
             error = UnfitUpdateError(
@@ -71,6 +76,12 @@ class Watch:
             error.leaves_traces = any(place >= own for place, _ in changed)
             raise error
         return not all(map(torch.equal, generator_states(self._devices), self._random))
+
+    def _has_changed(self, key: tuple[int, str], value: Any) -> bool:
+        before = self._shared.get(key, _ABSENT)
+        if value is before:  # there is no need to look inside of most
+            return key in self._parts and not _same(parts(value), self._parts[key])
+        return type(value) is not type(before) or type(value) not in _PLAIN or value != before
 
 
 class RandomOperations(TorchDispatchMode):
@@ -98,18 +109,15 @@ def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]
         yield (place, name), read()
 
 
-def _snapshot(optimizer: Optimizer) -> dict[tuple[int, str], list[Any]]:
-    """The parts of each shared value; most are plain, or code, and need no look inside."""
-    return {
-        key: [value] if type(value) in _PLAIN or isinstance(value, CODE) else parts(value)
-        for key, value in shared_values(optimizer)
-    }
+def _is_opaque(value: Any) -> bool:
+    """Whether a value is compared as such, or not looked into."""
+    return type(value) in _PLAIN or isinstance(value, CODE)
 
 
 def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
     """A value and what it holds that may change: versions of tensors, items, attributes."""
     found = [value]
-    if type(value) in _PLAIN or isinstance(value, CODE):
+    if _is_opaque(value):
         return found
     items: Any = ()
     if isinstance(value, Mapping):

@@ -107,15 +107,15 @@ class _CpuPlacement:
         # States that stay are as the optimizer makes them.
         each = _MOMENT_BYTES[settings.state_dtype if settings.offloads_optimizer else "float32"]
         self._states = each * model.shape.parameters
-        commits = settings.offloads_optimizer and settings.overlap == "commit"
-        self._commits, self._copies = commits, 2 if commits else 1
+        self._commits = settings.offloads_optimizer and settings.overlap == "commit"
+        self._copies = 2 if self._commits else 1
         self._subgroup = 0
         #: Buffers of states and weights in flight.
         self._staging = 0
         if settings.offloads_optimizer:
             memory = self._room // SUBGROUPS_SHARE
             self._subgroup = subgroup_size(model.shape.parameters, each + ELEMENT_BYTES, memory)
-            if commits or settings.streams_weights:
+            if self._commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
         if settings.streams_weights:
@@ -158,14 +158,11 @@ class _CpuPlacement:
         peak = max(self._at(moment, kept) for moment in self._moments)
         return math.ceil(peak + self._all_the_time(kept))
 
-    def _all_the_time(self, kept: _InMemory) -> float:
+    def _all_the_time(self, kept: _InMemory) -> int:
         settings = self._settings
-        nbytes = _SLACK_BYTES if kept.left else 0
-        if not settings.streams_weights:
-            nbytes += self._weights
-        if not settings.offloads_optimizer:
-            return nbytes + self._states
-        return nbytes + self._copies * kept.states + self._staging
+        weights = 0 if settings.streams_weights else self._weights
+        states = self._copies * kept.states if settings.offloads_optimizer else self._states
+        return weights + states + self._staging + (_SLACK_BYTES if kept.left else 0)
 
     def _at(self, moment: _Moment, kept: _InMemory) -> float:
         """Return the bytes at a moment, with gradients of earlier micro-batches."""

@@ -101,8 +101,7 @@ class GpuModel(SearchModel):
         """Return the bytes of what layers save that leave, and the device's peak."""
         shape, recomputed_layers = self.shape, settings.recomputed_layers
         share = recomputed_layers / shape.layers
-        inputs = recomputed_layers * sizes.layer_input
-        saved = int(sizes.saved * (1 - share)) + inputs
+        saved = int(sizes.saved * (1 - share)) + recomputed_layers * sizes.layer_input
         last = sizes.saved_layer if recomputed_layers < shape.layers else sizes.layer_input
         movable = int(sizes.movable * (1 - share)) + recomputed_layers * sizes.movable_input
         parameters, one_rank = self.own_parameters, self.request.ranks == 1

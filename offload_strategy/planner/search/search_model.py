@@ -155,9 +155,10 @@ class SearchModel:
 
     def _exchange(self, parameters: int) -> StageLoad:
         """Gather all of these from the ranks, or reduce and scatter their gradients."""
-        ranks = self.request.ranks
+        request, ranks = self.request, self.request.ranks
         nbytes = self.dtype_bytes * parameters * (ranks - 1) / ranks
-        over_link = nbytes if self.request.shares_link else 0.0
+        # Without an interconnect, devices of a machine exchange over their links to the host.
+        over_link = nbytes if request.devices > 1 and request.interconnect is None else 0.0
         return StageLoad(to_device=over_link, from_device=over_link, exchanged=nbytes)
 
     def _fetch(self, nbytes: float, where: TierSplit) -> StageLoad:

@@ -25,7 +25,6 @@ from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size, markdown_l
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
-_TB = 1e12
 #: Characters of a line of comments in a config file.
 _WIDTH = 96
 _KINDS: dict[OffloadedKind, str] = {
@@ -52,8 +51,7 @@ class Space:
     max_tokens: int = USUAL_TOKENS  # Largest number of tokens of a step if the batch is searched
     # When the update may run; "eager" only if gradients are not clipped or read
     overlaps: tuple[Overlap, ...] = ("commit", "off")
-    # Types in which states may be stored; "bfloat16" changes numbers
-    state_dtypes: tuple[StateType, ...] = ("float32",)
+    state_dtypes: tuple[StateType, ...] = ("float32",)  # "bfloat16" changes numbers
     tolerance: float = USUAL_TOLERANCE  # Share of tokens per second that a smaller batch may cost
 
     def __post_init__(self) -> None:
@@ -299,7 +297,7 @@ class SearchResult:
         per_day = written / step.seconds * SECONDS_PER_DAY
         rows = [
             ("written in a step", f"{written / 1e9:.1f} GB"),
-            ("written in a day", f"{per_day / _TB:.1f} TB"),
+            ("written in a day", f"{per_day / 1e12:.1f} TB"),
         ]
         if (budget := self.request.drives.writes_per_day) is not None:
             # What stays in memory to keep to the budget are activations.
@@ -356,7 +354,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
     paths = directories[0] if len(directories) == 1 else list(directories)
     drives: dict[str, Any] = {"name": "ssd", "kind": "ssd", "path": paths}
     if request.drives.endurance_bytes is not None:
-        drives["endurance_tbw"] = round(request.drives.endurance_bytes / _TB)
+        drives["endurance_tbw"] = round(request.drives.endurance_bytes / 1e12)
     if request.drives.writes_per_day is not None:
         drives["writes_per_day"] = request.drives.writes_per_day
     sections = {"tiers": [*tiers, drives], **sections}
@@ -375,8 +373,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
         # The search counted what leaves; the run measures in its first steps what has to leave.
         sections["planning"] = {"device_memory": "auto"}
         if isinstance(request, CpuRequest):
-            limit = int(LIMIT_SHARE * request.memory_bytes)
-            sections["planning"]["device_memory"] = _size(limit)
+            sections["planning"]["device_memory"] = _size(int(LIMIT_SHARE * request.memory_bytes))
     return sections
 
 

@@ -61,8 +61,6 @@ class Sample:
 
 
 class LightningSample(LightningModule):
-    """The same as Lightning trains it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = weight_sample()

@@ -34,15 +34,12 @@ def gradient(
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     if values.numel() > 10:
         values.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, -1.0])
-        integers = torch.tensor([1, 77], dtype=_INTEGERS[dtype.itemsize])
-        values.view(-1)[4:6] = integers.view(dtype)
+        values.view(-1)[4:6] = torch.tensor([1, 77], dtype=_INTEGERS[dtype.itemsize]).view(dtype)
     return LAYOUTS[layout](values)
 
 
 @dataclass
 class Pair:
-    """The same gradient twice."""
-
     plain: torch.Tensor
     offloaded: OffloadedGradient
 
@@ -99,9 +96,8 @@ def assert_same(result: Any, expected: Any) -> None:
     """Same values to the bit (any NaN is a NaN), shapes, strides, dtypes, types."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(result, torch.Tensor)
-        assert result.shape == expected.shape
-        assert result.dtype == expected.dtype
-        assert result.layout == expected.layout
+        for look in ("shape", "dtype", "layout"):
+            assert getattr(result, look) == getattr(expected, look), look
         if expected.layout is not torch.strided or expected.is_meta:
             return
         assert result.stride() == expected.stride()

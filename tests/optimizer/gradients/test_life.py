@@ -176,14 +176,12 @@ def consumed():
 
 
 #: Acts that need no values, or are refused for another reason.
-WITHOUT_VALUES = frozenset(
-    {
-        *("full like it", "empty like it", "like it in another dtype", "random like it"),
-        *("repr", "classes", "bool", "unchanged by to", "not a scalar"),
-        *("filled", "filled by a tensor", "copied into", "copied from its transpose", "data set"),
-        *("data set to another shape", "from a vector", "refused", "refused for its limit"),
-    }
-)
+WITHOUT_VALUES = {
+    *("full like it", "empty like it", "like it in another dtype", "random like it"),
+    *("repr", "classes", "bool", "unchanged by to", "not a scalar"),
+    *("filled", "filled by a tensor", "copied into", "copied from its transpose", "data set"),
+    *("data set to another shape", "from a vector", "refused", "refused for its limit"),
+}
 USES = {
     **{n: act for n, act in (READS | PINS | STEPS).items() if n not in WITHOUT_VALUES},
     "norm of data": lambda g: g.data.norm(),

@@ -471,7 +471,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_tensor_stream);
   // Composite operators that would be split into several kernels here and are one on the CPU.
-  for (const char* name : {"native_layer_norm", "native_group_norm", "_foreach_norm.Scalar"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "_foreach_norm.Scalar",
+                           "_foreach_copy_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_overrideable",
          torch::CppFunction::makeFromBoxedFunction<&convolution>());

@@ -1,0 +1,117 @@
+"""What a user's own optimizer refuses once it was wrapped: its states are elsewhere, or gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from offload_strategy.errors import OffloadError
+
+LOST = (
+    "the states of this {kind} went with the earlier engine, or with the optimizer that attach or "
+    "prepare returned, and it would begin again without them. Load a state_dict() of that one, "
+    "saved before, into this one first, or make a new optimizer."
+)
+
+_guards: weakref.WeakKeyDictionary[Optimizer, InnerGuard] = weakref.WeakKeyDictionary()
+_stored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose states a wrapping optimizer has, or had until it was freed."""
+
+
+class InnerGuard:
+    """Hooks on a user's own optimizer, from the first time it is wrapped."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = weakref.ref(inner)
+        #: Something that lives as long as the states may be elsewhere: what has wrapped `inner`.
+        self.owner: weakref.ref[Any] | None = None
+        self.wrapper: weakref.ref[Optimizer] | None = None
+        self.is_own_call = False
+        inner.register_step_pre_hook(self._before_step)
+        inner.register_state_dict_pre_hook(self._before_state_dict)
+        inner.register_load_state_dict_pre_hook(self._before_load)
+
+    @property
+    def _is_held(self) -> bool:
+        return self.owner is not None and self.owner() is not None
+
+    # The wrapping optimizer runs these hooks with itself as argument, and so does a class whose
+    # step() calls its base class on the stand-in for one subgroup.
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer is not self._inner():
+            return
+        if self._is_held:
+            raise OffloadError(
+                f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
+                "which does not step by itself any more. Train with the optimizer that attach "
+                "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
+                "offload again, take the state_dict() of that one, close the engine, and load it "
+                "into this one."
+            )
+        _refuse_lost("step", optimizer)
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if optimizer is self._inner() and not self.is_own_call:
+            self._refuse_held("state_dict", optimizer)
+            _refuse_lost("state_dict", optimizer)
+
+    def _before_load(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
+        if optimizer is self._inner() and not self.is_own_call:
+            self._refuse_held("load_state_dict", optimizer)
+
+    def _refuse_held(self, call: str, optimizer: Optimizer) -> None:
+        if self._is_held:
+            raise OffloadError(
+                f"{call}(): an offload engine has the states of this {type(optimizer).__name__}. "
+                f"Use the optimizer that attach or prepare returned, or that trainer.optimizers "
+                f"has: `optimizer = engine.attach(model, optimizer); optimizer.{call}(...)`."
+            )
+
+
+def guard_of(inner: Optimizer) -> InnerGuard:
+    """Return the guard of an optimizer that is wrapped, or was."""
+    if inner not in _guards:
+        _guards[inner] = InnerGuard(inner)
+    return _guards[inner]
+
+
+@contextmanager
+def own_call(inner: Optimizer) -> Iterator[None]:
+    """Context in which the wrapping optimizer saves or loads through its inner one."""
+    guard = guard_of(inner)
+    guard.is_own_call = True
+    try:
+        yield
+    finally:
+        guard.is_own_call = False
+
+
+def is_guard(hook: Any) -> bool:
+    """Whether a hook of an optimizer is one of these, and not of the user's code."""
+    return isinstance(getattr(hook, "__self__", None), InnerGuard)
+
+
+def note_stored(inner: Optimizer) -> None:
+    """Remember that a wrapping optimizer has states of this one."""
+    _stored.add(inner)
+
+
+def has_lost_states(inner: Optimizer) -> bool:
+    """Whether its states were freed with the optimizer that wrapped it, and not loaded since."""
+    if inner not in _stored:
+        return False
+    if any(inner.state.values()):
+        _stored.discard(inner)  # it has states of its own again
+        return False
+    guard = _guards.get(inner)
+    wrapper: Any = guard and guard.wrapper and guard.wrapper()
+    return wrapper is None or wrapper.closed
+
+
+def _refuse_lost(call: str, optimizer: Optimizer) -> None:
+    if has_lost_states(optimizer):
+        raise OffloadError(f"{call}(): {LOST.format(kind=type(optimizer).__name__)}")
