@@ -1,9 +1,7 @@
 """What `import torch` runs when the package is installed: it asks to be told of some frameworks.
 
 This is the entry point of group `torch.backends`. It registers post-import hooks for Lightning, its
-Fabric and Accelerate and does nothing else: no framework is imported, no torch function touched.
-With it `Trainer(strategy="ssd_offload")`, `Fabric(strategy="ssd_offload")` and `accelerate launch`
-work in scripts that never mention the package.
+Fabric and Accelerate and does nothing else, so that they work in scripts that never mention us.
 
 [Note: nothing may escape]
 An exception in an entry point of this group breaks `import torch` for the whole environment, and

@@ -1,9 +1,10 @@
 """Process entry: one training for the whole time, and others beside it, with samples of it all.
 
 Every ten seconds a line of JSON is added to a file: memory, open files, threads, disk, objects and
-the time of a step. Between its steps, engines are opened over other models, train a few steps with
-what goes wrong, and are closed; the same few runs come again and again, so that whatever is kept
-of one of them adds up.
+the time of a step. A twin trains the same with plain PyTorch, in turn: its losses must be the same,
+and what changes the time of both is the machine's. Between their steps, engines are opened over
+other models, train a few steps with what goes wrong, and are closed; the same few runs come again
+and again, so that whatever is kept of one of them adds up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import faulthandler
 import gc
 import json
 import logging
+import operator
 import os
 import signal
 import statistics
@@ -103,32 +105,39 @@ class _LongProcess:
         for each in (self._tier, self._folder):
             each.mkdir(mode=0o700)
         self._training = Training(MAIN, [self._tier], self._folder)
+        self._twin = Training(MAIN)
         self._number = self._asides = 0
-        self._wall: list[float] = []
-        self._cpu: list[float] = []
+        #: Seconds by the clock and of the processor, of steps of the training and of its twin.
+        self._seconds: list[tuple[tuple[float, float], tuple[float, float]]] = []
         self._sampled = self._aside_at = time.monotonic()
         self._plain: dict[int, dict[str, Any]] = {}
         self._process = psutil.Process()
 
     def turn(self) -> None:
-        """One step, and what is due after it."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        self._training.step(self._number)
-        self._wall.append(time.perf_counter() - wall)
-        self._cpu.append(time.process_time() - cpu)
+        """One step of both, and what is due after it."""
+        begin = time.process_time()
+        both = (self._training, self._twin)
+        timed = {each: self._timed_step(each) for each in both[:: -1 if self._number % 2 else 1]}
+        self._seconds.append((timed[self._training], timed[self._twin]))
+        assert self._training.losses == self._twin.losses, f"step {self._number}: another loss"
         self._number += 1
         if self._number % _EVERY == 0:
             self._training.save()
             self._training.losses.clear()
-        time.sleep(_REST * self._cpu[-1])
+            self._twin.losses.clear()
+        time.sleep(_REST * (time.process_time() - begin))
         if time.monotonic() - self._aside_at > _ASIDE_SECONDS:
             self._run_aside()
             self._aside_at = time.monotonic()
         if time.monotonic() - self._sampled > SAMPLE_SECONDS:
             self._sampled = time.monotonic()
             self._write({"samples": self._sample()})
-            self._wall.clear()
-            self._cpu.clear()
+            self._seconds.clear()
+
+    def _timed_step(self, training: Training) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        training.step(self._number)
+        return time.perf_counter() - wall, time.process_time() - cpu
 
     def end(self) -> None:
         """Close, and look whether anything is left."""
@@ -181,6 +190,9 @@ class _LongProcess:
         if self._maps is not None:
             self._keep_map(self._maps / f"{time.time():.0f}", metrics)
         mib = 2.0**20
+        ours, plain = (zip(*each, strict=True) for each in zip(*self._seconds, strict=True))
+        (wall, cpu), (plain_wall, plain_cpu) = ours, plain
+        relative = ((wall, plain_wall), (cpu, plain_cpu))
         values = (
             self._process.memory_info().rss / mib,
             _anonymous_bytes() / mib,
@@ -190,8 +202,8 @@ class _LongProcess:
             named / mib,
             used / mib,
             len(gc.get_objects()),
-            1e3 * statistics.median(self._wall),
-            1e3 * statistics.median(self._cpu),
+            *(1e3 * statistics.median(each) for each in (wall, plain_wall, cpu, plain_cpu)),
+            *(statistics.median(map(operator.truediv, *pair)) for pair in relative),
         )
         return dict(zip(SERIES, values, strict=True))
 

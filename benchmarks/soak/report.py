@@ -24,7 +24,11 @@ SERIES = {
     "disk, used by the tier": "MiB",
     "Python objects": "objects",
     "step, wall time": "ms",
+    "plain step, wall time": "ms",
     "step, CPU time": "ms",
+    "plain step, CPU time": "ms",
+    "step, wall time of plain": "times",
+    "step, CPU time of plain": "times",
 }
 SAMPLE_SECONDS = 10.0
 #: Samples of a series in the JSON file.

@@ -16,10 +16,8 @@ Three rules, of which each sees what the others cannot:
 [Note: writes per day]
 All that is written counts, over the whole run. At the start of a forward pass activations get what
 the budget allows until its end (it takes as long as the one before), less what was written and what
-states and weights will write meanwhile: as much as in the mean of all passes. What others must
-write comes first, and a run is within its budget at the end of every step from the first ones on.
-What it did not use in a pause, it may use later. The first pass, of which no time is known, writes
-all that it may. What memory has no room for is written all the same.
+states and weights write in the mean of all passes. What is not used in a pause may be used later.
+The first pass writes all that it may. What memory has no room for is written all the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Saved tensors on their way to the tiers: batches, bytes in flight, and rates.
 
 [Note: batches]
-After each operation of a model on the CPU, the processor's caches hold tensors and Python code runs
-cold: to give one tensor to the store takes several times as long as to give the next one right
-after it, and each wakes a thread that takes a core from computation. So items wait for each other
-as long as they are a small share of what a pass saves.
+To give one tensor to the store after an operation takes several times as long as to give the next
+one right after it (caches hold tensors), and each wakes a thread that takes a core from
+computation. So items wait for each other as long as they are a small share of what a pass saves.
 
 [Note: bytes of an operation under way]
 Some operations save a tensor first and let their kernel fill it afterwards, without a new version

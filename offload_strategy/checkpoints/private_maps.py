@@ -1,10 +1,9 @@
 """Tensors over private memory maps of files, and `torch.save` archives loaded through them.
 
 [Note: tensors over private maps]
-A tensor over a private map is an ordinary tensor. Reading it loads pages that the kernel can drop
-at any time; writing to it copies the pages, and the file does not change. The map keeps the file
-open and each tensor keeps the map, so both are freed with the last tensor. A disk that fails while
-a page is loaded ends the process (SIGBUS), as with every memory map.
+Reading such a tensor loads pages that the kernel can drop at any time; writing to it copies them,
+and the file does not change. The map keeps the file open and each tensor keeps the map. A disk that
+fails while a page is loaded ends the process (SIGBUS), as with every memory map.
 
 [Note: archives larger than the memory]
 `torch.load(mmap=True)` makes the kernel reserve memory for copies of all pages, which it refuses

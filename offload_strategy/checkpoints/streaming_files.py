@@ -7,10 +7,9 @@ new one, also after `kill -9` or a power failure. A killed process leaves its te
 next save to the same target removes it, because the writer's lock on it ended with the writer.
 
 [Note: errors while an archive is written]
-`torch.save` writes through C++ code that keeps every exception that passes through it alive, with
-its frames and everything they refer to. It also closes the archive after an error, with further
-writes. The original error is therefore stored, an empty exception passes through, later writes are
-ignored, and torch's own error is dropped.
+`torch.save` writes through C++ code that keeps every exception alive that passes through it, with
+its frames, and closes the archive after an error, with further writes. So the original error is
+stored, an empty one passes through, later writes are ignored, and torch's own error is dropped.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Command, Option, check_writable, given, rate
+from offload_strategy.cli.options import Command, Option, given, rate
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -22,7 +22,7 @@ from offload_strategy.io.bandwidth.estimator import round_trip_rate
 from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rates, save_rates
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
-from offload_strategy.plan_runtime.profile import write_text
+from offload_strategy.plan_runtime.profile import check_writable, write_text
 from offload_strategy.telemetry import Direction, Progress
 from offload_strategy.units import MiB, format_size
 
@@ -56,7 +56,7 @@ def _bench(options: argparse.Namespace) -> int:
     options.threads, options.block_size = io.threads_to_use(), io.block_size
     options.backend = io.backend
     if options.json not in (None, "-"):
-        check_writable(Path(options.json), force=True)
+        check_writable(Path(options.json))
     results: list[dict[str, Any]] = []
     parts = 3 if options.sweep else 2
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"

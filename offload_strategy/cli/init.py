@@ -11,14 +11,14 @@ from string import Template
 import torch
 import yaml
 
-from offload_strategy.cli.options import Command, Option, check_writable
+from offload_strategy.cli.options import Command, Option
 from offload_strategy.cli.this_machine import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.config.sources import ACCELERATE_SECTION
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.plan_runtime.profile import write_text
+from offload_strategy.plan_runtime.profile import check_writable, write_text
 from offload_strategy.units import GiB, format_size
 
 _SECTION = re.compile(rf"^{ACCELERATE_SECTION}:.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -40,7 +40,7 @@ def _init(options: argparse.Namespace) -> None:
     file: Path = options.into or options.file
     before = _launch_file(file, options.force) if options.into else None
     if before is None:
-        check_writable(file, options.force)
+        check_writable(file, replace=options.force)
     launch = f"accelerate launch --config {file} train.py"
     text, found = _text(file, launch)
     if before is not None:

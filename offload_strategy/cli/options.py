@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,13 +91,3 @@ def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Raise a ConfigError that names those of the options that were given."""
     if found := given(options, *names):
         raise ConfigError(f"{flags(found)}: {why}")
-
-
-def check_writable(file: Path, force: bool) -> None:
-    """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
-    folder = file.absolute().parent
-    place = file if file.exists() else folder
-    if file.is_dir() or not folder.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"{file} is no file in a directory that you can write to; name one")
-    if file.exists() and not force:
-        raise ConfigError(f"{file} is there already; give --force to overwrite it")

@@ -20,12 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.options import check_writable, given, refuse
+from offload_strategy.cli.options import given, refuse
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.plan_runtime.profile import write_text
+from offload_strategy.plan_runtime.profile import check_writable, write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
 from offload_strategy.planner.request import CpuRequest, Request, StateType
@@ -47,7 +47,7 @@ _MORE = (2, 4, 8, 16)
 def plan_search(options: argparse.Namespace, shape: TransformerShape) -> int:
     """Search, print the result and write the config; return 1 if nothing fits."""
     if (file := options.write_config) is not None:
-        check_writable(file, options.force)
+        check_writable(file, replace=options.force)
     found = search(request_of(options, shape), _space(options))
     growth = machine_growth(found)
     if options.json:
@@ -126,7 +126,7 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
     if (file := options.write_config) is not None:
         files = {way: file.with_stem(f"{file.stem}-{way}") for way in _WAYS} | {_WAYS[0]: file}
     for file in files.values():
-        check_writable(file, options.force)
+        check_writable(file, replace=options.force)
     options.dir = options.dir or [str(one) for one in usual_directories()]
     request = request_of(options, shape)
     space = Space((options.sequence,), 1 if options.batch is None else options.batch)

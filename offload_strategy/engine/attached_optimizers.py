@@ -20,11 +20,7 @@ from offload_strategy.optimizer.inner_guard import LOST, guard_of, has_lost_stat
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import (
-    UnsupportedOptimizerError,
-    check_supported,
-    wrapper_class,
-)
+from offload_strategy.optimizer.user_class import compatibility
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
@@ -85,8 +81,8 @@ class AttachedOptimizers:
             master_weights=section.master_weights,
         )
         try:
-            supported = check_supported(optimizer, precision)
-        except UnsupportedOptimizerError as error:
+            supported = compatibility.check_supported(optimizer, precision)
+        except compatibility.UnsupportedOptimizerError as error:
             if "enabled" in section.model_fields_set or precision != Precision():
                 raise
             logger.warning(
@@ -101,7 +97,7 @@ class AttachedOptimizers:
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer
         kind: Any = type(optimizer)
-        wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
+        wrapped: OffloadedOptimizer = compatibility.wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
             self._resources.clients["optimizer"],

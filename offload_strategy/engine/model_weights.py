@@ -21,13 +21,8 @@ from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import is_sharded
 from offload_strategy.units import MiB, format_size
+from offload_strategy.weights import safetensors_files
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
-from offload_strategy.weights.safetensors_files import (
-    named_tensors,
-    read_index,
-    refuse_extra_state,
-    save_shards,
-)
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
@@ -101,7 +96,7 @@ class EngineWeights:
             raise ConfigError(
                 "load_weights: adopt=True needs streamed weights. Set parameters.enabled: true."
             )
-        checkpoint = read_index(source)
+        checkpoint = safetensors_files.read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
 
@@ -137,10 +132,12 @@ class EngineWeights:
                 "save_weights: the model is sharded, and each rank has a part of it. Save it with "
                 "torch.distributed.checkpoint."
             )
-        refuse_extra_state(model)
+        safetensors_files.refuse_extra_state(model)
         stream = self._stream
         read = stream.read if stream is not None else lambda tensor: nullcontext(tensor.detach())
-        return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
+        return safetensors_files.save_shards(
+            safetensors_files.named_tensors(model), Path(directory), shard_bytes, read
+        )
 
     def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:
         """Check the room for a model that will be attached, and materialize its meta parameters."""

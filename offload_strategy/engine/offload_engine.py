@@ -33,6 +33,7 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
+from offload_strategy.plan_runtime.profile import check_writable
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
@@ -76,7 +77,8 @@ class OffloadEngine(EngineReports):
         leave_interrupted_calls()
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
-        self.check_report(self.config.report)
+        if self.config.report is not None:
+            check_writable(self.config.report, "report: ")
         if processes is None:
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1

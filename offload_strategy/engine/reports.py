@@ -9,7 +9,6 @@ from bisect import bisect_right
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
@@ -145,21 +144,6 @@ class EngineReports(EngineWeights):
             self.report().save(file if rank == "0" else file.with_stem(f"{file.stem}-{rank}"))
         except Exception as error:  # training has ended well
             logger.warning("the report of the run is not written: %s", error)
-
-    @staticmethod
-    def check_report(file: Path | None) -> None:
-        """Raise a ConfigError if the report could not be written when training ends."""
-        if file is None:
-            return
-        if not file.parent.is_dir():
-            reason = "its folder does not exist"
-        elif file.is_dir():
-            reason = "it is a folder"
-        elif not os.access(file if file.exists() else file.parent, os.W_OK):
-            reason = "this user may not write there"
-        else:
-            return
-        raise ConfigError(f"report: {file} cannot be written: {reason}. Name a file elsewhere.")
 
     def effective_config(self) -> OffloadConfig:
         """Return the config with what was decided automatically, which trains in the same way.

@@ -7,10 +7,9 @@ keeps its exporter alive as long as the storage; the exporter here is a ctypes a
 mapping, and a weak reference to that array tells when it died.
 
 [Note: no Python code in finalizers]
-What runs when a tensor or a ticket dies may run in the middle of anything: in a garbage collection
-on a thread that holds a lock, or just when Ctrl-C is pressed, whose KeyboardInterrupt Python drops
-if it comes up inside a finalizer. So nothing of ours runs there: the callback of a weak reference
-is the `append` of a deque, which is one step of C, and the deque is looked through later.
+What runs when a tensor or a ticket dies may run on a thread that holds a lock, or when Ctrl-C is
+pressed, whose KeyboardInterrupt Python drops inside a finalizer. So nothing of ours runs there: the
+callback of a weak reference is the `append` of a deque, which is looked through later.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """A limit for idle buffers: they must not make the process larger than it gets anyway.
 
 [Note: idle memory and peaks]
-Backward needs buffers, but memory is often at its peak when forward ends: idle buffers that stay
-mapped then raise the peak. Unmapping them in every step has a price, though: the kernel zeroes new
-memory when it is used again. So resident memory is measured whenever a buffer is acquired or
-released; without idle buffers, and with what is acquired after that, it is what the process needs.
-Idle buffers stay mapped as long as the process is smaller than what it needed in one of the last
-steps or in this one. In a forward pass, the largest growth between two measurements counts as
-needed in advance: while a loss is computed from large logits, no buffer is acquired or released.
-Clients that read and write alternately may allow more: a request uses what the last one released.
+Memory is often at its peak when forward ends, and idle buffers that stay mapped then raise it; but
+the kernel zeroes what is unmapped when it is used again. So resident memory is measured
+whenever a buffer is acquired or released; without idle buffers it is what the process needs. Idle
+buffers stay mapped as long as the process is smaller than what it needed in one of the last steps
+or in this one. In a forward pass, the largest growth between two measurements counts in advance:
+while a loss is computed from large logits, no buffer is acquired or released.
 
 What may wait in memory or on a tier, as new weights do until `step()`, stays in memory while the
 process takes little more than it needs otherwise (`IdleLimit.has_room`). At the end of backward,

@@ -3,10 +3,8 @@
 docs/pipelines.md shows how to use them.
 
 [Note: the last backward]
-Without hints an engine assumes that every backward is the last before `step()`. In a schedule with
-several micro-batches this is wrong for all but one; the engine notices and runs the updates in
-`step()` (`eager` has used the first gradients by then, and raises). The schedule tells each stage
-which backward is its last, so methods of the stages are wrapped.
+Without hints an engine assumes that every backward is the last before `step()`. A schedule tells
+each stage which backward is its last, so methods of the stages are wrapped.
 
 [Note: gradients that are divided]
 After the last backward a schedule divides the gradients by the number of micro-batches, unless it
@@ -15,9 +13,8 @@ steps and predicted, like loss scaling. With ``eager`` the weights would have be
 undivided gradients by then, so it is refused.
 
 [Note: several stages in a process]
-Each stage has its own last backward. If each stage has its own optimizer, it is updated during that
-backward. A shared optimizer sees several last backwards before `step()`; with ``commit`` it is
-updated in `step()`, and ``eager`` cannot distinguish this from a skipped step.
+A stage's own optimizer is updated during the stage's last backward. A shared one sees several of
+them before `step()`: ``commit`` updates it there, ``eager`` cannot tell this from a skipped step.
 """
 
 from __future__ import annotations

@@ -38,13 +38,7 @@ from offload_strategy.optimizer.states.subgroups import (
     views_of,
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
-from offload_strategy.optimizer.user_class.inner_step import (
-    can_update_in_chunks,
-    rehearse,
-    run_update,
-    update_in_chunks,
-    with_overrides,
-)
+from offload_strategy.optimizer.user_class import inner_step
 from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
@@ -324,9 +318,9 @@ class Updater:
             unpacked.flat is not None  # else states may be in memory in their stored dtypes
             and (masters or any(rounded))
             and self._is_elementwise(subgroup.group_index)
-            and can_update_in_chunks(weights, states)
+            and inner_step.can_update_in_chunks(weights, states)
         ):
-            has_new_states = update_in_chunks(
+            has_new_states = inner_step.update_in_chunks(
                 run,
                 weights,
                 states,
@@ -350,13 +344,13 @@ class Updater:
         group = self._with_foreach(subgroup)
         try:
             with master_weights_of(weights, states, self.precision) as weights:
-                if subgroup.group_index not in self._rehearsed and rehearse(
+                if subgroup.group_index not in self._rehearsed and inner_step.rehearse(
                     self._optimizer, group, weights, states
                 ):
                     self._rehearsed.add(subgroup.group_index)
-                optimizer = with_overrides(self._optimizer, parameters, weights)
+                optimizer = inner_step.with_overrides(self._optimizer, parameters, weights)
                 self.has_begun = True
-                run_update(optimizer, group, weights, states)
+                inner_step.run_update(optimizer, group, weights, states)
         except UnfitUpdateError as reason:
             raise self._unfit(subgroup, reason) from None
 

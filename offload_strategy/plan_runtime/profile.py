@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping
@@ -197,6 +198,21 @@ class MemoryCurve:
 def save_json(file: Path, figures: Mapping[str, Any]) -> None:
     """Write figures by name as JSON; raise a ConfigError if that fails."""
     write_text(file, json_for_others({"format": FORMAT, **figures}, indent=1) + "\n")
+
+
+def check_writable(file: Path, where: str = "", *, replace: bool = True) -> None:
+    """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
+    if not file.absolute().parent.is_dir():
+        reason = "its folder does not exist"
+    elif file.is_dir():
+        reason = "it is a folder"
+    elif file.exists() and not replace:
+        raise ConfigError(f"{file} is there already; give --force to overwrite it")
+    elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        reason = "this user may not write there"
+    else:
+        return
+    raise ConfigError(f"{where}{file} cannot be written: {reason}. Name a file elsewhere.")
 
 
 def write_text(file: Path, text: str) -> None:

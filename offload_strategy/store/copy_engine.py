@@ -3,11 +3,10 @@
 [Note: the device is behind the host]
 The host launches operations long before the device executes them. So memory must not wait for the
 host to see that a copy is over. It is freed in the order of the device instead: after a bounded
-number of bytes, the compute stream waits for the copy, and the reference is dropped, although the
-device may be far behind; the allocator gives the memory to what the compute stream does later. In
-the other direction memory is allocated on the compute stream, and the incoming copy waits until
-the device has reached the point at which the host asked for it. So neither direction needs more
-device memory than these windows, however far the host is ahead, and the host waits for nothing.
+number of bytes, the compute stream waits for the copy, and the reference is dropped; the allocator
+gives the memory to what the compute stream does later. In the other direction memory is allocated
+on the compute stream, and the incoming copy waits until the device has reached the point at which
+the host asked for it. So neither direction needs more device memory than these windows.
 
 [Note: many small tensors]
 To launch a copy takes the host longer than a small tensor needs to cross the link. So many that lie

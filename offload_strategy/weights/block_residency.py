@@ -48,13 +48,8 @@ from offload_strategy.weights.weight_blocks import BlockOrder, StreamedBlock
 _ACCESSED_BYTES = 64 * MiB
 _GRACE_SECONDS = 0.02
 #: Modules whose functions wait and read no weight, and ours, which take the lock for it.
-_NO_READERS = (
-    "threading",
-    "queue",
-    "selectors",
-    "multiprocessing",
-    "torch.autograd",
-    "offload_strategy",
+_NO_READERS = tuple(
+    ["threading", "queue", "selectors", "multiprocessing", "torch.autograd", "offload_strategy"]
 )
 
 

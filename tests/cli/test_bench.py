@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(disk, tmp_path, ssd_of
     for folder in ("nowhere", "file"):
         file = str(tmp_path / folder / "bench.json")
         said = ssd_offload("bench", disk, "--json", file, status=2).err
-        assert f"{file} is no file in a directory that you can write to" in said
+        assert f"{file} cannot be written: its folder does not exist" in said
 
 
 @pytest.mark.parametrize(

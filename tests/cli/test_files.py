@@ -186,7 +186,8 @@ def test_a_file_is_replaced_only_by_force(init, tmp_path, monkeypatch):
     assert file.read_text() == "mine"
     init("mine.yaml", "--force")
     OffloadConfig.load(file)
-    assert "is no file in a directory that you can write to" in init("no/such.yaml", status=2).err
+    refused = init("no/such.yaml", status=2).err
+    assert "no/such.yaml cannot be written: its folder does not exist" in refused
     # Nor is anything written if no drive is found: below a file there is no directory.
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(file / "drive"))
     error = init(status=2).err

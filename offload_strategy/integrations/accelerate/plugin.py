@@ -36,7 +36,7 @@ _SESSION = "_ssd_offload_session"
 _INSTALLED = "_ssd_offload_installed"
 
 #: Methods of `Accelerator` that a `Session` has as well, with the original as first argument.
-_WRAPPED = (
+_WRAPPED = [
     "prepare",
     "prepare_model",
     "prepare_optimizer",
@@ -46,7 +46,7 @@ _WRAPPED = (
     "free_memory",
     "save_state",
     "load_state",
-)
+]
 
 
 def _metrics_every() -> int:

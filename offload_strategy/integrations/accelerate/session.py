@@ -2,13 +2,11 @@
 
 [Note: where models and optimizers are attached]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
-scripts call them one by one as well. DeepSpeed bypasses them: `prepare` returns its engine with the
-optimizer inside, so the model is attached after that, and the sections for DeepSpeed's own offload
-are added to its config when the `Accelerator` is created (config_sections.py). So does FSDP2, which
-gives an optimizer its sharded parameters at the end of `prepare`: both are attached after that.
-Other engines that bypass them (FSDP1, Megatron) are refused when the `Accelerator` is created. The
-model is attached as Accelerate returns it, so that hooks stay outside of a compiled region. The
-optimizer is wrapped before `AcceleratedOptimizer` wraps it.
+scripts call them one by one as well. DeepSpeed and FSDP2 bypass them, so what they have is attached
+at the end of `prepare`; the sections for DeepSpeed's own offload are added to its config when the
+`Accelerator` is created (config_sections.py). Others that bypass them (FSDP1, Megatron) are refused
+there. The model is attached as Accelerate returns it, so that hooks stay outside of a compiled
+region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
 
 [Note: free_memory]
 `free_memory` drops Accelerate's references, but not those of the script: Transformers' `Trainer`

@@ -2,10 +2,9 @@
 
 [Note: what a checksum notices]
 ``full`` hashes every byte. ``sampled``, which takes a tenth of the time, hashes one line of 64
-bytes in 63, at least one of each page of 4 KiB, and all of a small block. It notices for certain
-what a disk loses, tears or misdirects by whole pages where these lines differ, and a single wrong
-bit with a probability of 1/63. The next page, and the next write, have other lines: a fault that
-stays at its place is noticed sooner or later.
+bytes in 63, at least one of each page of 4 KiB, and all of a small block. It notices what a disk
+loses, tears or misdirects by whole pages where these lines differ, and a single wrong bit with a
+probability of 1/63. The next page, and the next write, have other lines.
 
 Digests belong to a ticket, not to a place: bytes of another ticket or of an earlier step do not
 match. The seed is the block's identity: path, offset and a number that no other write has.

@@ -18,12 +18,7 @@ from typing import Literal, NamedTuple
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.host_memory.arena import FreeRanges
-from offload_strategy.io.regions.block_devices import (
-    HEAD_BYTES,
-    discard,
-    is_block_device,
-    open_device,
-)
+from offload_strategy.io.regions import block_devices
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES, check_directory
 from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, switch_to_direct_io
 from offload_strategy.telemetry import get_logger
@@ -112,10 +107,11 @@ class Region:
         self.shortage: str | None = None
         #: What is before it on a device is never written; 0 for a file.
         self._begin = 0
-        if is_block_device(path):
+        if block_devices.is_block_device(path):
             # Links such as those in /dev/disk/by-id are followed first.
-            self.path, self.direct, self._begin = path.resolve(), direct is not False, HEAD_BYTES
-            self.fd, available = open_device(
+            self.path, self.direct = path.resolve(), direct is not False
+            self._begin = block_devices.HEAD_BYTES
+            self.fd, available = block_devices.open_device(
                 self.path, tier, overwrite=overwrite, direct=self.direct
             )
         elif overwrite:
@@ -181,7 +177,7 @@ class Region:
         return self._extents.capacity - self._extents.used_bytes
 
     def close(self) -> None:
-        """Close the file, which frees its blocks, or discard the device. Idempotent."""
+        """Close the file, which frees its blocks, or discards the device. Idempotent."""
         with self._lock:
             fd, self.fd = self.fd, -1
         if fd < 0:
@@ -189,7 +185,7 @@ class Region:
         try:
             # Not in a forked child, which closes its copy while the parent uses the device.
             if self._begin and os.getpid() == self._pid:
-                discard(fd, self._begin, self._used_end - self._begin)
+                block_devices.discard(fd, self._begin, self._used_end - self._begin)
         finally:
             with contextlib.suppress(OSError):  # nobody needs the bytes any more
                 os.close(fd)

@@ -12,9 +12,7 @@ A backing is in one of two states:
 A materialized backing stays so: nobody knows when the last alias is gone.
 
 [Note: no locks]
-A gradient is used by one thread at a time, as a plain one: by autograd's thread that accumulates
-into it while backward runs, and by the caller of backward and `step()` afterwards. The last owner
-may die on any thread: a ticket can be dropped on all of them.
+A gradient is used by one thread at a time, as a plain one; its last owner may die on any thread.
 """
 
 from __future__ import annotations

@@ -7,13 +7,11 @@ owner sends the new weights to the others. Owners are assigned in the order in w
 planned, which is the same on all ranks, so no communication is needed.
 
 [Note: collectives that never end]
-After an error this process sends nothing more, and other ranks wait for it; it, in turn, may have
-begun to receive what they will not send. Gloo cannot cancel a collective, and when the process ends
-it waits for each until the group's timeout (half an hour): the launcher sees no process that has
-ended, and the others no connection that is closed. So the process gets some seconds for what it has
-to do at its end, and is then ended. Gloo may also lose a message whose connection is closed at the
-moment when it is sent (torch 2.13): nobody tells the sender, who would wait as long. So a wait ends
-some time after a rank of this machine has ended.
+After an error this process sends nothing more, and other ranks wait for it. Gloo cannot cancel a
+collective, and when the process ends it waits for each until the group's timeout (half an hour). So
+the process gets some seconds for what it has to do at its end, and is then ended. Gloo may also
+lose a message whose connection is closed when it is sent (torch 2.13), without an error for the
+sender. So a wait ends some time after a rank of this machine has ended.
 """
 
 from __future__ import annotations

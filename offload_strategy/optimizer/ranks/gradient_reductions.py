@@ -11,11 +11,9 @@ the end of the pass. So there are two times at which gradients are final:
 - At the end of the pass they are in `p.grad`. A callback that a callback has queued runs after
   DDP's, whatever that queued itself.
 
-A reentrant checkpoint runs a pass within the pass, with callbacks of its own, which come while most
-buckets still wait. Such an end counts only if all buckets were reduced before it.
-
-Reductions end on threads of the transport. Their results are reported on the thread that runs
-backward, when it computes its next gradient.
+The end of a pass within the pass (a reentrant checkpoint) counts only if all buckets were reduced
+before it. Reductions end on threads of the transport, and are reported on the thread that runs
+backward when it computes its next gradient.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Precision of optimizer states: compute dtype, stored dtype, stochastic rounding, master weights.
 
 [Note: stochastic rounding]
-Rounding to nearest loses every change smaller than half a step of the stored dtype: in bfloat16, an
-average that changes by less than one part in 256 stands still. Rounding up with a probability equal
-to the discarded fraction keeps the expected value. The random numbers come from generators of our
-own, seeded by subgroup and update: PyTorch's global generators are left alone, and an update that
-is run again rounds in the same way.
+Rounding to nearest loses changes smaller than half a step of the stored dtype. Rounding up with a
+probability equal to the discarded fraction keeps the expected value. The random numbers come from
+generators of our own, seeded by subgroup and update, so an update that is run again rounds alike.
 
 [Note: master weights]
-An update smaller than half a step of bfloat16 or float16 is lost when it is added to the weight
-itself, and most updates are (Mixed Precision Training, Micikevicius et al. 2018, section 3.1). So a
-float32 copy is kept among the states of the weight, under `MASTER_WEIGHT`. The user's class updates
-the copy, with the gradient in float32, and the result is rounded to nearest into the weight. Where
-somebody else has changed the weight since (a loaded model, a clamp), the weight counts.
+Most updates are smaller than half a step of bfloat16 or float16 (Mixed Precision Training,
+Micikevicius et al. 2018, section 3.1). So a float32 copy is kept among the states of the weight,
+under `MASTER_WEIGHT`. The user's class updates the copy, with the gradient in float32, and the
+result is rounded to nearest into the weight. Where somebody else has changed the weight since (a
+loaded model, a clamp), the weight counts.
 """
 
 from __future__ import annotations

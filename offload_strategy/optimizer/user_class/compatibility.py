@@ -19,23 +19,7 @@ from torch.optim import Optimizer
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
-from offload_strategy.optimizer.user_class.inner_step import (
-    has_overrides,
-    unhooked_step,
-    with_overrides,
-)
-from offload_strategy.optimizer.user_class.trial import (
-    StandIn,
-    is_elementwise,
-    is_quantized,
-    try_together_and_alone,
-)
-from offload_strategy.optimizer.user_class.watch import (
-    UnfitUpdateError,
-    classes_of,
-    parts,
-    shared_values,
-)
+from offload_strategy.optimizer.user_class import inner_step, trial, watch
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 
@@ -57,7 +41,9 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
 
     What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
     """
-    own, names = ({name for each in classes_of(c) for name in vars(each)} for c in (base, kind))
+    own, names = (
+        {name for each in watch.classes_of(c) for name in vars(each)} for c in (base, kind)
+    )
     space = {name: of_inner(name) for name in names - own if not name.startswith("__")}
     space["__new__"] = lambda cls, *_, **__: object.__new__(cls)
     space |= {"__module__": base.__module__, "__doc__": base.__doc__}
@@ -101,25 +87,25 @@ def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOpti
             "attach: the optimizer has parameters on the meta device. Materialise the model first "
             "(model.to_empty(device=...) and load weights), and make the optimizer after that."
         )
-    optimizer = with_overrides(optimizer)
+    optimizer = inner_step.with_overrides(optimizer)
     try:
         _check_what_it_keeps(optimizer, parameters)
-        tried = try_together_and_alone(optimizer, precision)
+        tried = trial.try_together_and_alone(optimizer, precision)
         for group in optimizer.param_groups:
             sharded = any(map(is_sharded, group["params"]))
-            if sharded and not is_elementwise(optimizer, group, precision):
-                raise UnfitUpdateError(
+            if sharded and not trial.is_elementwise(optimizer, group, precision):
+                raise watch.UnfitUpdateError(
                     "does not update every element by itself, and there are sharded parameters, "
                     "of which each rank updates its part"
                 )
-    except UnfitUpdateError as reason:
+    except watch.UnfitUpdateError as reason:
         # A trial that has left traces must not be followed by training.
         raise (ConfigError if reason.leaves_traces else UnsupportedOptimizerError)(
             f"attach: the states of {kind.__module__}.{kind.__qualname__} cannot be offloaded: it "
             f"{reason}. Use an optimizer that updates every parameter by itself (most of "
             f"torch.optim do), or set optimizer.enabled to false and offload activations only."
         ) from reason.__cause__
-    quantized = any(is_quantized(each.state) for of_group in tried for each in of_group)
+    quantized = any(trial.is_quantized(each.state) for of_group in tried for each in of_group)
     if quantized and precision.state_dtype is not None:
         raise ConfigError(
             f"attach: {kind.__qualname__} quantizes its states itself, and optimizer.state_dtype "
@@ -133,7 +119,9 @@ def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOpti
     return SupportedOptimizer(state_bytes, changes)
 
 
-def _state_bytes(parameter: torch.Tensor, tried: Sequence[StandIn], precision: Precision) -> int:
+def _state_bytes(
+    parameter: torch.Tensor, tried: Sequence[trial.StandIn], precision: Precision
+) -> int:
     """Stored bytes of the states of a parameter, in proportion to those of a stand-in for it.
 
     It has as many dimensions, if one has, and is the largest that is not larger.
@@ -155,32 +143,34 @@ def _state_bytes(parameter: torch.Tensor, tried: Sequence[StandIn], precision: P
 def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Raise `UnfitUpdateError` for what can be told without a trial."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UnfitUpdateError(
+        raise watch.UnfitUpdateError(
             "was made with differentiable=True, which needs the history of all states in memory"
         )
-    if has_overrides(optimizer) and not all(map(torch.Tensor.is_contiguous, parameters)):
-        raise UnfitUpdateError(
+    if inner_step.has_overrides(optimizer) and not all(map(torch.Tensor.is_contiguous, parameters)):
+        raise watch.UnfitUpdateError(
             "moves parameters that are not contiguous to other memory; make them contiguous first"
         )
     for layout in {parameter.layout for parameter in parameters} - {torch.strided}:
-        raise UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
+        raise watch.UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
     own_step = vars(optimizer).get("step")  # torch's schedulers put one there that counts
     replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
     if replaced or not inspect.isfunction(type(optimizer).step):
-        raise UnfitUpdateError("has a step() that was replaced, which would run once a subgroup")
-    closure = inspect.signature(unhooked_step(type(optimizer))).parameters.get("closure")
+        raise watch.UnfitUpdateError(
+            "has a step() that was replaced, which would run once a subgroup"
+        )
+    closure = inspect.signature(inner_step.unhooked_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnfitUpdateError("needs a closure, which it may call several times in a step")
+        raise watch.UnfitUpdateError("needs a closure, which it may call several times in a step")
     own = set(map(id, parameters))
-    for (_, name), value in shared_values(optimizer):
-        for part in parts(value):
+    for (_, name), value in watch.shared_values(optimizer):
+        for part in watch.parts(value):
             if isinstance(part, Optimizer):
-                raise UnfitUpdateError(
+                raise watch.UnfitUpdateError(
                     f"wraps another optimizer ({name}); attach that one before it is wrapped"
                 )
             held = part.parameters() if isinstance(part, nn.Module) else (part,)
             if not own.isdisjoint(map(id, held)):
-                raise UnfitUpdateError(
+                raise watch.UnfitUpdateError(
                     f"keeps parameters outside of its groups as well ({name}), so that the update "
                     f"of one may read others"
                 )

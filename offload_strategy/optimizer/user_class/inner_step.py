@@ -5,12 +5,10 @@ What an optimizer does in a certain step only is found before it has changed a w
 update of a group in a step runs on copies of its two smallest tensors before, together and alone.
 
 [Note: updates in chunks]
-States whose stored dtype is narrower than their compute dtype have to be upcast. Upcasting all
-states of a subgroup at once needs a buffer of twice their size, which the kernel zeroes first, and
-goes through host memory two more times. Upcast a chunk at a time, into the same buffer, they stay
-in the processor's caches, and less goes through memory than for states stored in their compute
-dtype. The same holds for gradients of weights that have a master weight. Chunks are parameter
-slices, which change no bits: see [Note: where a parameter may be sliced].
+States whose stored dtype is narrower than their compute dtype have to be upcast. All at once that
+needs a buffer of twice their size; a chunk at a time, into the same buffer, they stay in the
+processor's caches. The same holds for gradients of weights that have a master weight. Chunks are
+parameter slices, which change no bits: see [Note: where a parameter may be sliced].
 """
 
 from __future__ import annotations

@@ -29,20 +29,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, is_plain, packable
-from offload_strategy.optimizer.user_class.inner_step import (
-    copy_with_parameters,
-    has_overrides,
-    numbers_of,
-    run_update,
-    same_values,
-    unhooked_step,
-)
-from offload_strategy.optimizer.user_class.watch import (
-    CODE,
-    OWN_ATTRIBUTES,
-    UnfitUpdateError,
-    parts,
-)
+from offload_strategy.optimizer.user_class import inner_step, watch
 from offload_strategy.torch_support.accelerator import forked_generators, generators_of
 from offload_strategy.torch_support.dtensors import local_tensor
 
@@ -109,7 +96,7 @@ class StandIn:
 
     def next_gradient(self, step: int | None) -> None:
         """Begin a step with another gradient; what has counted the last one is set to `step`."""
-        numbers = numbers_of(self.state)
+        numbers = inner_step.numbers_of(self.state)
         for name, number in numbers.items():
             if step is not None and number - self._numbers.get(name, 0) == 1:
                 for state in (self.state, *self._states):
@@ -125,7 +112,7 @@ class StandIn:
             tensor = each.values.detach()
             tensor.grad = each.of(gradient).clone()
             with torch.no_grad():
-                run_update(optimizer, group, [tensor], [state])
+                inner_step.run_update(optimizer, group, [tensor], [state])
             self.changes_gradient |= not torch.equal(tensor.grad, each.of(gradient))
 
     @property
@@ -136,8 +123,8 @@ class StandIn:
             for value in filter(packable, flatten_wrappers(self.state).values())
         ):
             return False
-        return same_values({"": self.parameter.detach()}, {"": self.alone}) and all(
-            same_values(each.slice_state(self.state), state)
+        return inner_step.same_values({"": self.parameter.detach()}, {"": self.alone}) and all(
+            inner_step.same_values(each.slice_state(self.state), state)
             for each, state in zip(self._slices, self._states, strict=True)
         )
 
@@ -174,7 +161,7 @@ def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[l
     for group in optimizer.param_groups:
         plain = _plain_parameters(group)
         if group["params"] and not plain:
-            raise UnfitUpdateError(
+            raise watch.UnfitUpdateError(
                 "updates parameters of a tensor subclass only, on which it was not tried"
             )
         models = [which(plain, key=torch.Tensor.numel) for which in (min, max) if plain]
@@ -202,9 +189,9 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     never sliced.
     """
     plain = sorted(_plain_parameters(group), key=torch.Tensor.numel)
-    if not plain or not plain[0].dtype.is_floating_point or has_overrides(optimizer):
+    if not plain or not plain[0].dtype.is_floating_point or inner_step.has_overrides(optimizer):
         return False
-    empty = copy_with_parameters(optimizer, group, [], [])
+    empty = inner_step.copy_with_parameters(optimizer, group, [], [])
     flat = [StandIn(empty, plain[0], [size], precision) for size in _FLAT_ELEMENTS]
     for each in flat:
         cuts = pairwise((*_FLAT_CUTS, each.shape[0]))
@@ -216,7 +203,7 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
         stand_in.cut(slice_parameter(stand_in.alone, stand_in.alone.numel() // _SLICES))
     try:
         _compare(empty, [[*flat, *largest.values()]], "fail_on_recompile")
-    except UnfitUpdateError:
+    except watch.UnfitUpdateError:
         return False
     return True
 
@@ -239,10 +226,12 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     """A copy whose values an unfit update may change. Values with functions in them are shared."""
 
     def own(value: Any) -> Any:
-        return value if any(isinstance(p, CODE) for p in parts(value)) else deepcopy(value)
+        return (
+            value if any(isinstance(p, watch.CODE) for p in watch.parts(value)) else deepcopy(value)
+        )
 
-    twin = copy_with_parameters(optimizer, {}, [], [])
-    twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in OWN_ATTRIBUTES}
+    twin = inner_step.copy_with_parameters(optimizer, {}, [], [])
+    twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in watch.OWN_ATTRIBUTES}
     twin.param_groups = [
         {name: value if name == "params" else own(value) for name, value in group.items()}
         for group in optimizer.param_groups
@@ -259,9 +248,9 @@ def _compare(
     """
     everything = [each for of_group in stand_ins for each in of_group]
     optimizer = _twin(optimizer)
-    step = unhooked_step(type(optimizer))
+    step = inner_step.unhooked_step(type(optimizer))
     takes_closure = "closure" in inspect.signature(step).parameters
-    together = copy_with_parameters(optimizer, {}, [], [])
+    together = inner_step.copy_with_parameters(optimizer, {}, [], [])
     together.param_groups = [
         {**group, "params": [each.parameter for each in of_group]}
         for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)
@@ -286,10 +275,10 @@ def _compare(
                         each.update_alone(optimizer, group)
                 with torch.enable_grad():
                     step(together, *[closure] * takes_closure)
-        except UnfitUpdateError:
+        except watch.UnfitUpdateError:
             raise
         except Exception as error:
-            raise UnfitUpdateError(
+            raise watch.UnfitUpdateError(
                 f"failed on two small tensors: {type(error).__name__}: {error}"
             ) from error
         for each in everything:
@@ -297,11 +286,13 @@ def _compare(
             held = filter(packable, flatten_wrappers(each.state).values())
             addresses = [value.untyped_storage().data_ptr() for value in held if value.numel()]
             if len(set(addresses)) < len(addresses):
-                raise UnfitUpdateError("keeps states of one parameter that share memory")
+                raise watch.UnfitUpdateError("keeps states of one parameter that share memory")
         if closures not in ([], [before]):
-            raise UnfitUpdateError("does not call its closure once, before it updates anything")
+            raise watch.UnfitUpdateError(
+                "does not call its closure once, before it updates anything"
+            )
         if not all(each.is_same for each in everything):
-            raise UnfitUpdateError(
+            raise watch.UnfitUpdateError(
                 "updates a parameter in another way when others are there: it was tried on "
                 "stand-ins, together and one by one"
             )
