@@ -23,9 +23,14 @@ from offload_strategy.checkpoints.private_maps import SMALL_BYTES, private_map
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError, OffloadError, StorageError, TierFullError
 from offload_strategy.host_memory.buffers import HostBuffer
-from offload_strategy.io.regions import unnamed_files
 from offload_strategy.io.regions.block_devices import is_block_device
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES
+from offload_strategy.io.regions.unnamed_files import (
+    PageFile,
+    create_unnamed,
+    grow,
+    switch_to_direct_io,
+)
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
@@ -72,7 +77,7 @@ class ScratchFile:
         self._directories = list(directories)
         self._end = 0
         self._handle: FileIO | None = None
-        self._file: unnamed_files.PageFile | None = None
+        self._file: PageFile | None = None
         self._buffer = HostBuffer(_BUFFER_BYTES)
         self._map: mmap.mmap | None = None
 
@@ -140,21 +145,21 @@ class ScratchFile:
         if self._end:
             self._opened()
 
-    def _opened(self) -> unnamed_files.PageFile:
+    def _opened(self) -> PageFile:
         """Return the file, created in the first directory with room for all reserved tensors."""
         complaints: list[str] = []
         while self._file is None and self._directories:
             directory = self._directories[0]
             try:
                 # The destructor closes it at the latest.
-                handle = FileIO(unnamed_files.create_unnamed(directory), "r+")
-                unnamed_files.switch_to_direct_io(handle.fileno())
+                handle = FileIO(create_unnamed(directory), "r+")
+                switch_to_direct_io(handle.fileno())
                 complaint = _take_room(handle.fileno(), self._end)
             except OSError as error:
                 complaint = f"cannot hold a file ({error.strerror})"
             else:
                 if complaint is None:
-                    self._handle, self._file = handle, unnamed_files.PageFile(handle.fileno())
+                    self._handle, self._file = handle, PageFile(handle.fileno())
                     break
                 handle.close()
             complaints.append(f"{directory} {complaint}")
@@ -240,7 +245,7 @@ def _take_room(fd: int, nbytes: int) -> str | None:
     if nbytes > free:
         return f"has {format_size(free)} free ({format_size(RESERVE_BYTES)} stay reserved)"
     try:
-        unnamed_files.grow(fd, 0, nbytes)
+        grow(fd, 0, nbytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

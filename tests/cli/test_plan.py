@@ -385,7 +385,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         (f"{SEARCHED} --max-batch 16 --tolerance 0", "--max-batch, --tolerance: give --search"),
         (f"{SEARCHED} --search", "give --sequence as well"),
         (f"{BOUNDED} --batch 4", "leave out --batch"),
-        (f"{BOUNDED} --write-config /nowhere/found.yaml", "no file in a directory"),
+        (f"{BOUNDED} --write-config /nowhere/found.yaml", "its folder does not exist"),
         (f"{BOUNDED} --profile steps.json", "give one of them"),
         # On the CPU.
         (f"{ON_CPU} --read 0.6", "give both of --read and --write"),
