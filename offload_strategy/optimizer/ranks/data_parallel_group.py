@@ -21,7 +21,6 @@ import faulthandler
 import gc
 import math
 import os
-import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,13 +126,10 @@ class DataParallelGroup:
     def gather(self, value: Any) -> list[Any]:
         """The small objects of all ranks, by rank, on each of them."""
         self.ranks()
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own, _ = _object_to_tensor(value, self._device, self.process_group)
         sizes = [int(size) for size in self._gathered(torch.tensor(own.numel()))]
         rows = self._gathered(pad(own, (0, max(sizes) - own.numel())))
-        return [
-            pickle.loads(row[:size].numpy().tobytes())
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        return list(map(_tensor_to_object, rows, sizes, [self.process_group] * self.size))
 
     def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, of one shape, on the host."""
