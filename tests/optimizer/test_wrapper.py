@@ -8,6 +8,7 @@ import pickle
 import warnings
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,7 +295,8 @@ def _update_fails(monkeypatch, call, error):
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(subgroup_update, "run_update", failing)
+        functions = SimpleNamespace(**vars(inner_step) | {"run_update": failing})
+        patch.setattr(subgroup_update, "inner_step", functions)
         with pytest.raises(type(error), match=str(error)):
             yield
 
