@@ -29,11 +29,11 @@ from benchmarks.faults.operations import Seam
 from benchmarks.faults.points import Setting
 from offload_strategy import OffloadEngine, load, save
 from offload_strategy.config import default_directory
-from offload_strategy.engine import attached_optimizers
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer import offloaded_optimizer
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import SupportedOptimizer, check_supported
+from offload_strategy.optimizer.user_class import compatibility
+from offload_strategy.optimizer.user_class.compatibility import SupportedOptimizer
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.units import MiB
 
@@ -228,7 +228,7 @@ def _tried_once() -> Iterator[None]:
     """AdamW is tried once: that takes most of the time, and makes no operation."""
     supported, sliceable = _trial()
     with (
-        mock.patch.object(attached_optimizers, "check_supported", return_value=supported),
+        mock.patch.object(compatibility, "check_supported", return_value=supported),
         mock.patch.object(offloaded_optimizer, "is_elementwise", return_value=sliceable),
     ):
         yield
@@ -238,7 +238,8 @@ def _tried_once() -> Iterator[None]:
 def _trial() -> tuple[SupportedOptimizer, bool]:
     optimizer, precision = _adamw(_make_model()), Precision()
     group = optimizer.param_groups[0]
-    return check_supported(optimizer, precision), is_elementwise(optimizer, group, precision)
+    supported = compatibility.check_supported(optimizer, precision)
+    return supported, is_elementwise(optimizer, group, precision)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

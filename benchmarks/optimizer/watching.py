@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
 from offload_strategy import OffloadEngine
-from offload_strategy.optimizer import subgroup_update
+from offload_strategy.optimizer.user_class import inner_step
 from offload_strategy.optimizer.user_class.watch import Watch
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -49,10 +49,10 @@ class Stopwatch:
 def measure(kind: str, overlap: str, task: RandomTokens, steps: int, directory: str) -> str:
     """Train a few steps; return a row of the table."""
     watching, rehearsing = Stopwatch(), Stopwatch()
-    real = Watch.__init__, Watch.has_drawn, subgroup_update.rehearse
+    real = Watch.__init__, Watch.has_drawn, inner_step.rehearse
     Watch.__init__ = watching.timed(real[0])  # type: ignore[method-assign]
     Watch.has_drawn = watching.timed(real[1])  # type: ignore[method-assign]
-    subgroup_update.rehearse = rehearsing.timed(real[2])
+    inner_step.rehearse = rehearsing.timed(real[2])
     tier = {"name": "disk", "kind": "ssd", "path": directory}
     config = {"tiers": [tier], "optimizer": {"overlap": overlap}, "activations": {"enabled": False}}
     taken: list[tuple[float, float, float]] = []
@@ -72,7 +72,7 @@ def measure(kind: str, overlap: str, task: RandomTokens, steps: int, directory: 
                 optimizer.zero_grad()
                 taken.append((time.perf_counter() - begin, watching.seconds, rehearsing.seconds))
     finally:
-        Watch.__init__, Watch.has_drawn, subgroup_update.rehearse = real  # type: ignore[method-assign]
+        Watch.__init__, Watch.has_drawn, inner_step.rehearse = real  # type: ignore[method-assign]
     step, watch, rehearsal = (statistics.median(column) for column in zip(*taken[2:], strict=True))
     cost = f"{1e3 * watch:.2f} | {1e3 * rehearsal:.2f} | {100 * (watch + rehearsal) / step:.2f} %"
     return (
