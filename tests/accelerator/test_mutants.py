@@ -146,6 +146,23 @@ def differs_where_replaced(disk, seed):
     return (read.unique().tolist(), written.unique().tolist()) != ([1], [2])
 
 
+def differs_where_released_together(disk, seed):
+    """Whether the memory of two copies is used again before the second of them is over."""
+    window, other = ReleaseWindow(torch.accelerator.current_stream()), torch.Stream(DEVICE)
+    sources = [torch.ones(ELEMENTS, device=DEVICE) for _ in range(2)]
+    copies = [torch.zeros(ELEMENTS, device=DEVICE) for _ in range(2)]
+    torch.accelerator.synchronize()
+    with using_stream(other):
+        for copy in copies:
+            device_module.sleep(20_000)
+            copy.copy_(sources[0])
+            window.add(other.record_event(), copy.nbytes, sources.pop(0))
+    window.release()
+    churn()
+    torch.accelerator.synchronize()
+    return torch.cat(copies).unique().tolist() != [1]
+
+
 SCENARIOS = [
     partial(differs, gradients, None),
     partial(differs, gradients, "1GiB"),
@@ -153,6 +170,7 @@ SCENARIOS = [
     partial(differs, gradients_after_a_dropped_pass, None),
     too_much_memory,
     differs_where_replaced,
+    differs_where_released_together,
 ]
 OF_UPDATES = [partial(differs, updated, "1GiB")]
 
