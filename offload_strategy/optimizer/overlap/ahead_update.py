@@ -123,11 +123,6 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
 
     def equal(one: Any, other: Any) -> bool:
-        kinds = type(one), type(other)
-        if kinds == (dict, dict):
-            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-        if kinds in ((list, list), (tuple, tuple)):
-            return len(one) == len(other) and all(map(equal, one, other))
         tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
         try:
             return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
