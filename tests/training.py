@@ -113,6 +113,11 @@ def left_bytes(metrics: Mapping[str, float], client: str = "activations") -> flo
     return sum(metrics[f"offload/{client}/{verb}_bytes"] for verb in ("written", "forwarded"))
 
 
+def stored_states(engine: OffloadEngine) -> int:
+    """Bytes of states that updates have given to the store, whether their writes have ended."""
+    return sum(update.written_bytes for update in engine._recorder.updates)
+
+
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Dtype, shape and the very bytes: NaNs compare, and zeros have a sign."""
     if tensor.layout is not torch.strided:

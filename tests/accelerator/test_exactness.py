@@ -321,7 +321,7 @@ def test_parameters_and_states_are_the_same(disk, loop, host, wait, overlap):
     """With `wait`, `step()` begins when all is on the disk."""
     config = both(disk, overlap, host)
     figures = same_with_and_without(lambda engine: steps(engine, wait=wait, **LOOPS[loop]), config)
-    left = figures["offload/optimizer/written_bytes"]
+    left = left_bytes(figures, "optimizer")
     assert left + figures.get("offload/tier/host/used_bytes", 0) > 0 or loop == "SGD"
 
 

@@ -23,6 +23,7 @@ from offload_strategy.optimizer.ranks import data_parallel_group as ranks
 from tests.distributed.loops import Net, config, different, loss_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import train as data_parallel
+from tests.training import stored_states
 
 RANKS = 3
 VICTIM = 2
@@ -76,7 +77,7 @@ def train(rank, how, tier, notes):
             optimizer.step()
             optimizer.zero_grad()
             trained += 1
-            moved = engine.metrics()["offload/optimizer/written_bytes"]
+            moved = stored_states(engine)
             (notes / f"moved-{rank}").write_text(str(moved))
     (notes / "to-the-end").touch()
 
@@ -155,7 +156,7 @@ def train_and_compare(tier, notes):
     (notes / f"process-{rank}-{restarts}").write_text(str(os.getpid()))
     with OffloadEngine(config(tier, "commit")) as engine:
         ours = train_on(engine, notes / "last.ckpt", doomed=rank == 1 and restarts == 0)
-        moved = engine.metrics()["offload/optimizer/written_bytes"]
+        moved = stored_states(engine)
     plain = train_on(None, notes / "none", doomed=False)
     first = ours["first"]
     plain["losses"] = plain["losses"][first:]
