@@ -34,6 +34,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     FOR_LISTS,
     FOR_ONE,
     UNSCALE,
+    WITH_A_NUMBER_EACH,
     Edit,
     operators,
     recordable,
@@ -61,6 +62,17 @@ def _on_memory(name: str) -> Callable[..., Any]:
 
     def method(self: OffloadedGradient, *args: Any, **options: Any) -> Any:
         return getattr(self.backing.materialize(), name)(*args, **options)
+
+    return method
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    """Make a method that changes the plain tensor and returns the wrapper."""
+
+    def method(self: OffloadedGradient, *args: Any) -> Any:
+        plain = [a.backing.read() if isinstance(a, OffloadedGradient) else a for a in args]
+        getattr(self.backing.materialize(), name)(*plain)
+        return self
 
     return method
 
@@ -152,6 +164,9 @@ class OffloadedGradient(torch.Tensor):
     const_data_ptr = _on_memory("data_ptr")
     untyped_storage = _on_memory("untyped_storage")
     __dlpack__ = _on_memory("__dlpack__")
+    apply_ = _in_place("apply_")
+    map_ = _in_place("map_")
+    map2_ = _in_place("map2_")
 
     def __copy__(self) -> torch.Tensor:
         return copy.copy(self.backing.materialize())
@@ -278,9 +293,14 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradients, *rest = args
     found = rest[0] if op is UNSCALE else None
     arguments = rest[1:] if op is UNSCALE else rest
-    if options or isinstance(found, OffloadedGradient) or not all(map(recordable, arguments)):
+    # One number for each gradient, or the same for all of them.
+    each = arguments[0] if op in WITH_A_NUMBER_EACH else None
+    numbers = arguments if each is None else each
+    if options or isinstance(found, OffloadedGradient) or not all(map(recordable, numbers)):
         return NotImplemented
-    # Gradients of one kind share an edit, which is then compared once.
+    if each is not None and len(each) != len(gradients):
+        return NotImplemented  # for PyTorch's error message
+    # Gradients with the same arguments share an edit, which is then compared once.
     edits: dict[tuple[Any, ...], Edit] = {}
     overflows = []
     others = []
@@ -290,12 +310,14 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
             continue
         if op is UNSCALE:
             overflows.append(gradient.backing.overflows())
-        key = (gradient.dtype, gradient.device)
+        own = arguments if each is None else [each[index]]
+        key = (gradient.dtype, gradient.device, *map(id, own))
         if key not in edits:
-            edits[key] = Edit.of(op, arguments, *key)
+            edits[key] = Edit.of(op, own, gradient.dtype, gradient.device)
         gradient.backing.record(edits[key])
     if others:
-        _run_on_values(op, [[gradients[index] for index in others], *rest], options)
+        for_others = rest if each is None else [[each[index] for index in others]]
+        _run_on_values(op, [[gradients[index] for index in others], *for_others], options)
     if found is not None:
         on_device = [overflow for overflow in overflows if isinstance(overflow, torch.Tensor)]
         if on_device:  # its host must not wait for it
