@@ -181,7 +181,9 @@ def test_buffers_are_not_given_back_in_each_step(overlap, activations, host, dis
     sections = {"activations": {"enabled": activations}, "memory": {"pinned": "128MiB"}}
     sections["optimizer"] = {"overlap": overlap, "subgroup_size": 1024**2}
     after_backward = []
-    with OffloadEngine(settings(disk, host, **sections)) as engine:
+    config = settings(disk, host, **sections)
+    config["tiers"][-1]["capacity"] = "256MiB"  # writes that end late have room beside others
+    with OffloadEngine(config) as engine:
         pools.append(engine._resources.pool)
         model = make_layers(3, 1024)
         _train(model, engine, lambda _: after_backward.append(len(given_back)), _WARM_UP + _STEPS)
