@@ -75,7 +75,7 @@ def _nothing_is_left():
     yield
     if _stores or not set(buffers._live) <= buffers_before:
         gc.collect()  # engines and models refer to each other
-    tickets = [store.live_tickets for ref in _stores if (store := ref()) is not None]
+    tickets = [store.registry.live for ref in _stores if (store := ref()) is not None]
     assert not any(tickets), f"tickets that were never freed, by store: {tickets}"
     assert our_threads() <= threads_before
     assert deleted_files() <= files_before

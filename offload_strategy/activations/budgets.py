@@ -141,7 +141,7 @@ class AutomaticBudget(Budget):
             return self._admits_on_device(nbytes, trace, idle, leaves_after)
         if writes.has_room_in_memory(nbytes):
             return True
-        backlog = writes.store.writing_bytes
+        backlog = writes.store.registry.writing_bytes
         if self._is_used_soon(nbytes, backlog, idle):
             return False
         room = self._room(nbytes)
@@ -153,7 +153,7 @@ class AutomaticBudget(Budget):
             waited = perf_counter() - begin
             self._allowed_seconds -= waited
             trace.held += waited
-        return writes.store.writing_bytes <= room
+        return writes.store.registry.writing_bytes <= room
 
     def _is_used_soon(self, nbytes: int, backlog: int, idle: float | None) -> bool:
         write, read = self._writes.rate(write=True), self._writes.rate(write=False)
@@ -245,7 +245,7 @@ class WriteBudget:
         now, passes = perf_counter(), self._passes
         until = 2 * now - self._pass_began - self._started_at
         self._pass_began, self._passes = now, passes + 1
-        recorder, waiting = self._store.recorder, self._store.writing_bytes
+        recorder, waiting = self._store.recorder, self._store.registry.writing_bytes
         own = recorder.client_bytes["activations", "written"]
         if passes:
             written = {

@@ -259,7 +259,7 @@ class ForwardRecord:
     stage_below: int = sys.maxsize
     load_room: int = 0
     can_wait: tuple[float, int] | None = None
-    #: `TensorStore.lost_copies` at the last look.
+    #: `TicketRegistry.lost_copies` at the last look.
     lost_copies: int = 0
     #: Bytes of the largest item.
     largest: int = 0

@@ -348,7 +348,7 @@ class PlannedBudget(Budget):
 
     def _free_what_left(self) -> None:
         self._return_freed()
-        self._writes.store.release_written()
+        self._writes.store.registry.release_written()
 
     @property
     def _least_room(self) -> int:

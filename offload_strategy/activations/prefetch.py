@@ -326,7 +326,7 @@ class Prefetcher:
 
     def _may_load(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Return whether something has changed since `_fetch` looked for what to load."""
-        loaded, lost = record.loaded_bytes, self._store.lost_copies != record.lost_copies
+        loaded, lost = record.loaded_bytes, self._store.registry.lost_copies != record.lost_copies
         if lost or loaded <= record.load_below or limit - loaded >= record.load_room:
             return True
         if record.can_wait is None:
@@ -349,7 +349,7 @@ class Prefetcher:
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
         ahead = loading = begun_now = 0
-        record.lost_copies, record.can_wait = self._store.lost_copies, None
+        record.lost_copies, record.can_wait = self._store.registry.lost_copies, None
         all_here, has_room = False, True
         for later, item, ticket in record.upcoming(place):
             entry = ticket.entry

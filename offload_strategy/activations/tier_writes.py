@@ -146,7 +146,7 @@ class TierWrites:
         if self.on_device:
             leaving = sum(engine.source_bytes() for engine in tuple(self.store.copies.values()))
         else:
-            leaving = self.store.writing_bytes_of(CLIENT)
+            leaving = self.store.registry.writing_bytes_of[CLIENT]
         return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int) -> None:

@@ -43,14 +43,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Without garbage collections: torch makes a million objects, and all of them stay.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        from offload_strategy.cli import bench, doctor, file_commands, init, plan, run
-    finally:
-        if was_enabled:
-            gc.enable()
+    from offload_strategy.cli import bench, doctor, file_commands, init, plan, run
+
     parser = argparse.ArgumentParser(
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )

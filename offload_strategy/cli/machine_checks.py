@@ -21,8 +21,6 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.io.queues.encryption import BlockCipher
 from offload_strategy.units import PAGE_BYTES, format_size
 
-#: The oldest version that the package supports (see pyproject.toml).
-_OLDEST_TORCH = (2, 10)
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
 
@@ -45,17 +43,6 @@ def refused(name: str, error: OffloadError) -> Check:
     """Return a problem from an error: its first sentence says what, the others what to do."""
     found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
     return Check(name, PROBLEM, found, advice[0] if advice else "name another path")
-
-
-def check_torch() -> Check:
-    """Check the version of torch."""
-    version = str(torch.__version__)
-    # A vendor's build of a version to come, such as 2.10.0a0, has what that version has.
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _OLDEST_TORCH:
-        return Check("torch", OK, version)
-    oldest = ".".join(map(str, _OLDEST_TORCH))
-    advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
-    return Check("torch", PROBLEM, version, advice)
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Check:

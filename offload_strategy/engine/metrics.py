@@ -39,7 +39,7 @@ class Metrics:
     ) -> dict[str, float]:
         """Return the metrics, with those of activation offloading and of each optimizer."""
         recorder, resources = self._recorder, self._resources
-        _ = resources.store.live_tickets  # also frees tickets that were garbage-collected
+        _ = resources.store.registry.live  # also frees tickets that were garbage-collected
         metrics: dict[str, float] = {}
         for client in CLIENTS:
             prefix = f"offload/{client}"

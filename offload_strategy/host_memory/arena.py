@@ -62,6 +62,7 @@ class FreeRanges:
     def take_back(self, begin: int, size: int) -> None:
         """Free a range; neighbours become one range again."""
         end, at = begin + size, bisect_right(self._ranges, (begin, self.size))
+        assert at == 0 or self._ranges[at - 1][1] <= begin, "freed twice"
         if at < len(self._ranges) and self._ranges[at][0] == end:
             end = self._ranges.pop(at)[1]
         if at > 0 and self._ranges[at - 1][1] == begin:

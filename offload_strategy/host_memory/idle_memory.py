@@ -15,13 +15,13 @@ what autograd saved is gone.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from io import FileIO
+from functools import cache
 from timeit import default_timer as perf_counter
+
+import psutil
 
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.units import GiB
@@ -40,22 +40,14 @@ _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
-def _open_figures() -> FileIO:
-    return FileIO(os.open("/proc/self/statm", os.O_RDONLY))
+@cache
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)
 
 
-def resident_bytes(figures: FileIO | None = None) -> int | None:
-    """Return the resident memory of this process, or None if the system cannot tell at once.
-
-    It is read from `figures` if they are open already; to open them takes several times as long.
-    """
-    try:
-        if figures is None:
-            with _open_figures() as figures:
-                return resident_bytes(figures)
-        return int(os.pread(figures.fileno(), 128, 0).split()[1]) * mmap.PAGESIZE
-    except (AttributeError, OSError, ValueError, IndexError):  # AttributeError: without os.pread
-        return None
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(_process(os.getpid()).memory_info().rss)  # a forked child is another process
 
 
 class TrimmingNearLimit:
@@ -78,10 +70,10 @@ class TrimmingNearLimit:
         if begin < self._look_at:
             return
         self._look_at = begin + _LOOK_SECONDS
-        resident = resident_bytes() or 0
+        resident = resident_bytes()
         if resident > (self._near if begin >= self._return_at else self._close):
             freed_memory.return_all()
-            returned = max(0, resident - (resident_bytes() or 0))
+            returned = max(0, resident - resident_bytes())
             end = perf_counter()
             cost = end - begin + returned * _FAULT_SECONDS
             self._look_at = end + max(_LOOK_SECONDS, (end - begin) / _TRIMMING_SHARE)
@@ -107,31 +99,20 @@ class IdleLimit:
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
-        self._figures: FileIO | None = None
-        with suppress(OSError):
-            self._figures = _open_figures()
 
     @property
     def needed_bytes(self) -> int:
         """The most that the process needed without idle memory, in one of the last passes."""
         return max(self._need, self._most_before)
 
-    def close(self) -> None:
-        """Close the file of measurements: the system tells no memory any more."""
-        if self._figures is not None:
-            self._figures.close()
-
-    def pass_begins(self) -> bool:
-        """Start a pass, once before buffers are acquired; False if the system tells no memory."""
-        if resident_bytes(self._figures) is None:
-            return False
+    def pass_begins(self) -> None:
+        """Start a pass, once before buffers are acquired."""
         if not self._in_forward:
             self.passes.append((self._need, self._growth))
             self._most_before = max(peak for peak, _ in self.passes)
             self._need = self._growth = self._latest = 0
             self._in_forward = True
         self._look_at = 0.0
-        return True
 
     def excess(self, idle_bytes: Callable[[], int], *, acquires: bool) -> int:
         """Return how many bytes the process has too much, of which so many are idle."""
@@ -139,9 +120,7 @@ class IdleLimit:
         if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0
         self._look_at = now + _LOOK_SECONDS
-        idle, resident = idle_bytes(), resident_bytes(self._figures)
-        if resident is None:
-            return 0
+        idle, resident = idle_bytes(), resident_bytes()
         need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
         limit = self.needed_bytes + self.may_exceed
@@ -154,9 +133,7 @@ class IdleLimit:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may wait in memory."""
-        resident = resident_bytes(self._figures)
-        if resident is None:
-            return False
+        resident = resident_bytes()
         in_use = resident - freed_memory.nbytes()
         self._most_in_use = max(self._most_in_use, in_use - self.waiting)
         most = min((1 + WAITING_SHARE) * self._most_in_use, IN_USE_SHARE * self.process_bytes)

@@ -105,11 +105,8 @@ class BufferPool:
         process_bytes = self._process_limit()
         with self._lock:
             self._limit.process_bytes = process_bytes
-            if self._limit.pass_begins():
-                self._look()
-            else:
-                self._collect()
-                self._trim(self.budget, 0)
+            self._limit.pass_begins()
+            self._look()
 
     def look(self) -> None:
         """Unmap idle memory if it would raise the peak; see [Note: idle memory and peaks]."""
@@ -187,7 +184,6 @@ class BufferPool:
             # From now on only the tensors own their memory.
             self._loans.clear()
             self._limit.waiting = 0
-            self._limit.close()
             self._arena = None
             self._apart = self._lent = self._requested = 0
 

@@ -18,8 +18,6 @@ LOST = (
 )
 
 _guards: weakref.WeakKeyDictionary[Optimizer, InnerGuard] = weakref.WeakKeyDictionary()
-_stored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers whose states a wrapping optimizer has, or had until it was freed."""
 
 
 class InnerGuard:
@@ -31,6 +29,8 @@ class InnerGuard:
         self.owner: weakref.ref[Any] | None = None
         self.wrapper: weakref.ref[Optimizer] | None = None
         self.is_own_call = False
+        #: Whether what has wrapped `inner` has states, or had some until it was freed.
+        self.has_stored = False
         inner.register_step_pre_hook(self._before_step)
         inner.register_state_dict_pre_hook(self._before_state_dict)
         inner.register_load_state_dict_pre_hook(self._before_load)
@@ -95,20 +95,15 @@ def is_guard(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), InnerGuard)
 
 
-def note_stored(inner: Optimizer) -> None:
-    """Remember that a wrapping optimizer has states of this one."""
-    _stored.add(inner)
-
-
 def has_lost_states(inner: Optimizer) -> bool:
     """Whether its states were freed with the optimizer that wrapped it, and not loaded since."""
-    if inner not in _stored:
-        return False
-    if any(inner.state.values()):
-        _stored.discard(inner)  # it has states of its own again
-        return False
     guard = _guards.get(inner)
-    wrapper: Any = guard and guard.wrapper and guard.wrapper()
+    if guard is None or not guard.has_stored:
+        return False
+    if any(inner.state.get(p) for group in inner.param_groups for p in group["params"]):
+        guard.has_stored = False  # it has states of its own again
+        return False
+    wrapper: Any = guard.wrapper and guard.wrapper()
     return wrapper is None or wrapper.closed
 
 

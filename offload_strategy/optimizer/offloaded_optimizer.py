@@ -33,6 +33,7 @@ from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.optimizer.updated_weights import WeightResidency
 from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
+from offload_strategy.optimizer.user_class.inner_step import refuse_compilation
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -97,19 +98,23 @@ class OffloadedOptimizer(Optimizer):
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "eager":
-            self._overlap = EagerUpdates(self._updater, is_last, self._is_planned)
+            self._overlap = EagerUpdates(self._updater, is_last, self._backward_begins)
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
-            self._overlap = CommittedUpdates(self._updater, is_last, self._is_planned, retained)
+            self._overlap = CommittedUpdates(
+                self._updater, is_last, self._backward_begins, retained
+            )
         self._subgroups: list[Subgroup] = []
-        self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
-        self._closed = False
+        #: Whether its states are freed.
+        self.closed = False
         self._claim = claim
         self._has_lazy = any(map(is_lazy, self.parameters()))
-        self._state = StateView(self._updater, self._current_subgroups, self._rank_shards)
+        self._state = StateView(
+            self._updater, self._current_subgroups, self._rank_shards, self._states_replaced
+        )
         self._register_hooks()
         if any(inner.state.values()):
             self._absorb_inner_state()
@@ -122,7 +127,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """Parameter -> state dict; reading loads copies."""
+        """Parameter -> state dict; reading loads copies, whose changes are written back."""
         return self._state
 
     @state.setter
@@ -161,6 +166,7 @@ class OffloadedOptimizer(Optimizer):
         Raises an OffloadError if the engine is closed, a StorageError if a tier fails.
         """
         self._check_open()
+        refuse_compilation()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -177,7 +183,9 @@ class OffloadedOptimizer(Optimizer):
         """Commit updates that ran ahead, run the others, and send new weights to all ranks."""
         shards, updater, overlap = self._rank_shards, self._updater, self._overlap
         shards.discard_consolidated()
+        self._state.write_back()
         subgroups = self._current_subgroups()
+        self._state.states_change()
         own = shards.own(subgroups)
         broadcasts: StepBroadcasts | None = None
         to_update: list[Subgroup] = []
@@ -261,6 +269,7 @@ class OffloadedOptimizer(Optimizer):
         there is no room for it, an OffloadError if other ranks did not call this, or have them.
         """
         self._check_open()
+        self._state.write_back()
         subgroups = self._current_subgroups()
         states = self._rank_shards.states(subgroups, "optimizer.state_dict()")
         own = self.inner.state
@@ -281,6 +290,7 @@ class OffloadedOptimizer(Optimizer):
         this. Without sharding it does nothing. Raises a TierFullError if there is no room.
         """
         self._check_open()
+        self._state.write_back()
         self._rank_shards.consolidate(self._current_subgroups(), to)
 
     def give_states_back(self) -> None:
@@ -288,8 +298,10 @@ class OffloadedOptimizer(Optimizer):
 
         As they are: `load_state_dict` would cast them to the dtypes of the weights.
         """
-        states, parameters = self.state_dict()["state"], enumerate(self.parameters())
-        self.inner.state.update((p, states[i]) for i, p in parameters if i in states)
+        self._check_open()
+        self._state.write_back()
+        states = self._rank_shards.states(self._current_subgroups(), "engine.attach()")
+        self.inner.state.update((p, state) for p, state in states.items() if state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
@@ -298,20 +310,23 @@ class OffloadedOptimizer(Optimizer):
         self._absorb_inner_state()
 
     def _absorb_inner_state(self) -> None:
-        self._discard_updates()
-        subgroups = self._current_subgroups()
-        self._updater.replace_states(self.inner.state, self._rank_shards.own(subgroups))
-        own = self.inner.state
+        self._states_replaced()
+        self._state.states_change(replaced=True)
+        given, self.inner.state = self.inner.state, defaultdict(dict)
+        self._store_states(given, self._current_subgroups())
+
+    def _store_states(self, states: dict[Any, Any], subgroups: list[Subgroup]) -> None:
+        """Store states; those of other parameters are kept, which may come into a group again."""
+        self.inner.state.clear()
+        self._updater.replace_states(states, self._rank_shards.own(subgroups))
         for parameter in self.parameters():
-            if own.pop(parameter, None) and is_lazy(parameter):
+            if states.pop(parameter, None) and is_lazy(parameter):
                 raise ConfigError(
                     "the optimizer got a state for a parameter of a lazy module that has no shape "
                     "yet. Load the model's weights, or run a forward pass, before the states."
                 )
-        # States of unknown parameters are kept, as by a plain optimizer.
-        own.update(
-            (k, unwrap_tensors(state)) for k, state in own.items() if isinstance(state, dict)
-        )
+        kept = ((k, unwrap_tensors(s) if isinstance(s, dict) else s) for k, s in states.items())
+        self.inner.state.update(kept)
 
     # ------------------------------------------------------------------ parameters and subgroups
     def parameters(self) -> list[torch.Tensor]:
@@ -330,7 +345,7 @@ class OffloadedOptimizer(Optimizer):
                 self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        if self._overlap is None or self._closed:
+        if self._overlap is None or self.closed:
             return
         self._rank_shards.first_gradient()
         self._planned()
@@ -343,25 +358,20 @@ class OffloadedOptimizer(Optimizer):
             # Each rank had all states; from now on it has those of its own subgroups.
             self._assign_owners()
             self._updater.replace_states({}, self._rank_shards.others(self._subgroups))
-        parameters = sum(len(group["params"]) for group in self.inner.param_groups)
-        if self._planned_parameters < parameters:
+        if not self._subgroups:
             self._plan()
-            if self._has_lazy:  # by now those that are trained have a shape
-                self._has_lazy = False
-                supported = check_supported(self.inner, self._updater.precision)
-                self.state_bytes = sum(supported.state_bytes)
-                self._register_hooks()
         return self._subgroups
 
     def _plan(self) -> None:
-        """Divide the parameters that have no subgroup yet into further ones."""
-        self._planned_parameters = len(self.parameters())
-        known = {id(each.parameter) for subgroup in self._subgroups for each in subgroup.slices}
-        size = self._subgroup_size
-        for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
-            self._subgroups.append(subgroup)
-            subgroup.number = len(self._subgroups)
+        """Divide all parameters into subgroups."""
+        self._subgroups += plan_subgroups(self.inner, self._subgroup_size, self._is_elementwise)
+        for number, subgroup in enumerate(self._subgroups, start=1):
+            subgroup.number = number
         self._assign_owners()
+        if self._has_lazy and self._subgroups:  # by now those that are trained have a shape
+            self._has_lazy = False
+            self.state_bytes = sum(check_supported(self.inner, self._updater.precision).state_bytes)
+            self._register_hooks()
 
     def _assign_owners(self) -> None:
         """Divide subgroups among ranks; this rank's are updated during backward from now on."""
@@ -383,20 +393,25 @@ class OffloadedOptimizer(Optimizer):
             return subgroups
         for ahead_update in () if self._overlap is None else self._overlap.finish():
             self._updater.drop(ahead_update)  # those of `eager` have been made
-        self._discard_updates()
+        self._rank_shards.discard_consolidated()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
         self._updater.replace_states({}, self._rank_shards.own(subgroups))
         self._is_elementwise.cache_clear()
         subgroups.clear()
         self._plan()
-        self._updater.replace_states(states, self._rank_shards.own(subgroups))
+        self._store_states({**self.inner.state, **states}, subgroups)
         for gone in self._hooks.keys() - set(map(id, self.parameters())):
             self._hooks.pop(gone).remove()
         self._register_hooks()
         return subgroups
 
-    def _discard_updates(self) -> None:
-        """Drop what ran ahead of `step()`, and consolidated states, which are out of date."""
+    def _backward_begins(self) -> bool:
+        """Write back what users have changed; return whether the subgroups are still right."""
+        self._state.write_back()
+        return self._is_planned()
+
+    def _states_replaced(self) -> None:
+        """Updates ahead of `step()` and consolidated states are out of date."""
         if self._overlap is not None:
             self._overlap.states_replaced()
         self._rank_shards.discard_consolidated()
@@ -414,25 +429,21 @@ class OffloadedOptimizer(Optimizer):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._discard_updates()
+        self._rank_shards.discard_consolidated()
         if self._overlap is not None:
+            self._overlap.reset()
             self._overlap.set_subgroups([])
-
-    @property
-    def closed(self) -> bool:
-        """Whether its states are freed."""
-        return self._closed
 
     def close(self) -> None:
         """Remove all hooks from the parameters and free the states. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._unhook()
         self._updater.replace_states({}, self._rank_shards.own(self._subgroups))
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise OffloadError(
                 "the offload engine of this optimizer is closed, and its states are gone. Take "
                 "optimizer.state_dict() before engine.close(), or close the engine after training."

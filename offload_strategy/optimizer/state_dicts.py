@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -9,10 +11,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.inner_guard import is_guard, own_call
+from offload_strategy.optimizer.overlap.ahead_update import sums_of_bits
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import OpaqueTensor, State, Subgroup, packable
+from offload_strategy.optimizer.states.subgroups import (
+    OpaqueTensor,
+    State,
+    Subgroup,
+    flatten_wrappers,
+    packable,
+)
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
@@ -66,25 +76,80 @@ def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
     return {**state_dict, "state": wrapped}
 
 
+class _ReadState:
+    """A copy of a state that somebody has read, and may change."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._seen = self._bits()
+
+    def _bits(self) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        for name, value in flatten_wrappers(self.state).items():
+            if not isinstance(value, torch.Tensor):
+                found.append((name, repr(value)))
+                continue
+            # Versions do not tell of changes by `.data` or NumPy.
+            bits = sums_of_bits([value]) if packable(value) else value.detach().reshape(-1)
+            found.append((name, value.dtype, value.shape, bits.cpu().numpy().tobytes()))
+        return found
+
+    def take_changes(self) -> bool:
+        """Whether it was changed since this was asked last, or since it was read."""
+        seen, self._seen = self._seen, self._bits()
+        return seen != self._seen
+
+    def is_held(self) -> bool:
+        """Whether anybody else has it, or the memory of one of its tensors."""
+        return any(map(operator.gt, self._references(), _WITHOUT_HOLDERS))
+
+    def _references(self) -> list[int]:
+        """The most references that the dictionary, a tensor, an inner one and a storage have."""
+        whole = [value for value in self.state.values() if isinstance(value, torch.Tensor)]
+        plain = [value for value in flatten_wrappers(self.state).values() if packable(value)]
+        storages = [value.untyped_storage()._cdata for value in plain]
+        return [
+            sys.getrefcount(self.state),
+            max(map(sys.getrefcount, whole), default=0),
+            max(map(sys.getrefcount, plain), default=0),
+            max(map(torch._C._storage_Use_Count, storages), default=0),
+        ]
+
+
+_WITHOUT_HOLDERS = _ReadState({"": torch.empty(1)})._references()
+
+
 class StateView(MutableMapping[torch.Tensor, State]):
     """`optimizer.state`: parameter -> state dict, loaded when it is read.
 
-    Reading gives copies: change a state by assigning the whole dict back (``optimizer.state[p] =
-    {...}``) or through `load_state_dict`.
+    What is read is a copy. Changes of it are written back before the next backward, step or state
+    dict, or when nobody holds the copy any more; a change after a step was made is an error.
     """
 
     def __init__(
-        self, updater: Updater, subgroups: Callable[[], list[Subgroup]], rank_shards: RankShards
+        self,
+        updater: Updater,
+        subgroups: Callable[[], list[Subgroup]],
+        rank_shards: RankShards,
+        replaced: Callable[[], None],
     ) -> None:
         self._updater = updater
         self._subgroups = subgroups
         self._rank_shards = rank_shards
+        self._replaced = replaced
+        self._read: dict[torch.Tensor, _ReadState] = {}
+        self._outdated: list[_ReadState] = []
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
+        if parameter in self._read:
+            return self._read[parameter].state
+        if self._read:  # a loop over all states has only one at a time in memory
+            self._write_back(next(reversed(self._read)))
         subgroups = self._subgroups_of(parameter)
         self._rank_shards.check_local(parameter, subgroups)
         states = self._rank_shards.copied_states(subgroups)
-        return states.get(parameter, {})  # like the defaultdict of a plain optimizer
+        self._read[parameter] = read = _ReadState(states.get(parameter, {}))
+        return read.state  # without a state an empty one, like the defaultdict of a plain optimizer
 
     def __setitem__(self, parameter: torch.Tensor, state: State) -> None:
         subgroups = self._subgroups_of(parameter)
@@ -92,10 +157,38 @@ class StateView(MutableMapping[torch.Tensor, State]):
             raise KeyError("this parameter does not belong to the optimizer")
         own = self._rank_shards.own(subgroups)
         states = {**self._rank_shards.copied_states(own), parameter: state}
+        self._read.pop(parameter, None)
+        self._replaced()
         self._updater.replace_states(states, own)
 
     def _subgroups_of(self, parameter: torch.Tensor) -> list[Subgroup]:
         return [s for s in self._subgroups() if any(p.parameter is parameter for p in s.slices)]
+
+    def write_back(self) -> None:
+        """Write changed copies back, and forget those that nobody holds.
+
+        Raises `OffloadError` if one was changed that a step has made obsolete.
+        """
+        if any([read.take_changes() for read in self._outdated]):
+            raise OffloadError(
+                "optimizer.state gives copies, and one that was read before the last step was "
+                "changed after it. Read optimizer.state[parameter] again after each step."
+            )
+        self._outdated = [read for read in self._outdated if read.is_held()]
+        for parameter in list(self._read):
+            self._write_back(parameter)
+
+    def _write_back(self, parameter: torch.Tensor) -> None:
+        read = self._read.pop(parameter)
+        if read.take_changes():
+            self[parameter] = read.state
+        if read.is_held():
+            self._read[parameter] = read
+
+    def states_change(self, *, replaced: bool = False) -> None:
+        """Note that the states are about to differ from what was read, or are other ones."""
+        self._outdated = [] if replaced else [*self._outdated, *self._read.values()]
+        self._read.clear()
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self[parameter] = {}

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
-from offload_strategy.optimizer.inner_guard import note_stored
+from offload_strategy.optimizer.inner_guard import guard_of
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
     StoredWeight,
@@ -79,12 +79,9 @@ class Updater:
         #: Whether an update has changed weights and is not over, or ended by an error.
         self.has_begun = False
 
-    def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
-        """The parameter group of a subgroup, looked up again as loading a state replaces it.
-
-        An empty one, which is no update's, if it was deleted after backward.
-        """
-        groups, index = self._optimizer.param_groups, subgroup.group_index
+    def group_at(self, index: int) -> dict[str, Any]:
+        """The parameter group of this index as it is now; an empty one if it was deleted."""
+        groups = self._optimizer.param_groups
         return groups[index] if index < len(groups) else {}
 
     @contextmanager
@@ -134,6 +131,7 @@ class Updater:
                     weight = param_slice.values
                     if weight.grad is not gradient:  # else the parameter itself
                         weight = weight.detach()
+                        weight.grad_dtype = gradient.dtype
                         weight.grad = param_slice.of(gradient)
                     weights.append(weight)
                 self._run(subgroup, weights, unpacked, gradients)
@@ -155,7 +153,7 @@ class Updater:
         """
         with self._measured() as record:
             indices = list(gradients)
-            hyper = hyper_parameters(self.group_of(subgroup))
+            hyper = hyper_parameters(self.group_at(subgroup.group_index))
             parameters = [subgroup.slices[index].parameter for index in indices]
             with self._residency.resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
@@ -181,7 +179,7 @@ class Updater:
                     for place, weight in enumerate(current)
                 ]
                 for copy, weight, gradient in zip(copies, current, gradients.values(), strict=True):
-                    copy.copy_(weight)
+                    copy.copy_(weight).grad_dtype = gradient.dtype
                     copy.grad = gradient
                 del current, rest, weight  # references keep streamed weights in memory
             old = subgroup.states
@@ -360,7 +358,7 @@ class Updater:
         Without a setting, PyTorch uses foreach if all parameters of a group are plain tensors on
         accelerators. A subgroup has those of one device, and local tensors instead of DTensors.
         """
-        group, index = self.group_of(subgroup), subgroup.group_index
+        group, index = self.group_at(subgroup.group_index), subgroup.group_index
         settings = group.get("fused"), group.get("foreach")
         if subgroup.slices[0].parameter.is_cpu or settings != (None, None):
             return group
@@ -415,6 +413,6 @@ class Updater:
     def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new
         if new.ticket is not None or any(new.small):
-            note_stored(self._optimizer)
+            guard_of(self._optimizer).has_stored = True
         if old.ticket is not None:
             self._store.free(old.ticket)

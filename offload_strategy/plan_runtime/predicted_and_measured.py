@@ -177,7 +177,8 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
         moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
     # Of reads that begin together, the one that is needed first is the first.
-    return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(reversed(moves)))
+    most = peak + sum(tensor.nbytes for tensor in profile.tensors)
+    return LifetimePlan(most, peak, peak, tuple(reversed(moves)))
 
 
 def _text(value: float | None, unit: Unit) -> str:

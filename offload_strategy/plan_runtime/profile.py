@@ -112,11 +112,6 @@ class Profile:
         return self.paths[0] if self.paths else None
 
     @property
-    def tensors_bytes(self) -> int:
-        """Bytes of all tensors that may be offloaded."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
     def baseline(self) -> tuple[tuple[float, int], ...]:
         """Baseline memory over the step, as in `others`, also if only its maximum is known."""
         return self.others or ((0.0, self.other_bytes),)

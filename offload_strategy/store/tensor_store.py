@@ -36,29 +36,10 @@ class TensorStore:
         self.pool = pool
         self.copies = CopyEngines()
         self.recorder = recorder
-        self._registry = TicketRegistry()
-        common = (pool, self._registry, self.copies, recorder)
+        self.registry = TicketRegistry()
+        common = (pool, self.registry, self.copies, recorder)
         self._writer, self._reader = Writer(*common, write_behind), Reader(*common)
         self._returned_bytes = 0
-
-    @property
-    def live_tickets(self) -> int:
-        """Number of tickets that are not freed."""
-        return self._registry.live
-
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes that wait to be written, or are being written."""
-        return self._registry.writing_bytes
-
-    @property
-    def lost_copies(self) -> int:
-        """How often bytes left memory, or a load failed, without a call of their owner."""
-        return self._registry.lost_copies
-
-    def writing_bytes_of(self, client: str) -> int:
-        """Return the bytes of one client that wait to be written or are being written."""
-        return self._registry.writing_bytes_of[client]
 
     # ------------------------------------------------------------------ offloading
     def put(
@@ -111,7 +92,7 @@ class TensorStore:
             those, uses = payloads[begin:end], next_uses[begin:end]
             with UninterruptedSection():
                 entries = self._writer.place(those, client, tiers, uses, hints, replaced, compute)
-                tickets += [self._registry.ticket(entry) for entry in entries]
+                tickets += [self.registry.ticket(entry) for entry in entries]
                 self._writer.submit(entries)
         return tickets
 
@@ -139,7 +120,7 @@ class TensorStore:
         else:
             entry.payload = torch.empty(0, dtype=torch.uint8, device=device)
         with UninterruptedSection():
-            return self._registry.ticket(entry)
+            return self.registry.ticket(entry)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Return a flat uint8 tensor with undefined contents, to be filled and then `put`.
@@ -154,7 +135,7 @@ class TensorStore:
     # ------------------------------------------------------------------ reading
     def prefetch(self, ticket: Ticket) -> bool:
         """Load a stored ticket if there is room; return whether it is or will be in memory."""
-        self._registry.release_written()
+        self.registry.release_written()
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
@@ -182,7 +163,7 @@ class TensorStore:
         if self._returned_bytes >= _COLLECT_BYTES:
             self._collect()
         if entry.staged is not None:
-            with self._registry.lock:
+            with self.registry.lock:
                 staged, entry.staged = entry.staged, None
             if staged is not None:
                 shared = staged.tensor is entry.source
@@ -195,9 +176,9 @@ class TensorStore:
         if not shared:
             return payload
         entry = ticket.entry
-        with self._registry.lock:
+        with self.registry.lock:
             if entry.is_copy and entry.payload is payload:
-                self._registry.stored(entry)
+                self.registry.stored(entry)
                 return payload
         return self.borrow(entry.client, entry.nbytes, entry.device).copy_(payload)
 
@@ -209,7 +190,7 @@ class TensorStore:
 
     def writable(self, ticket: Ticket) -> torch.Tensor:
         """Return the bytes as `take` does; free the ticket before changing them."""
-        self._registry.check_alive(ticket.entry)
+        self.registry.check_alive(ticket.entry)
         # Nobody will read what is being written: the bytes in memory are used.
         if (writing := self.cancel_write(ticket)) is not None:
             self._reader.wait(ticket.entry, writing)
@@ -219,7 +200,7 @@ class TensorStore:
     def cancel_write(self, ticket: Ticket) -> Move | None:
         """Cancel a write in flight, so that the bytes stay in memory; return it, without a wait."""
         entry = ticket.entry
-        with self._registry.lock:
+        with self.registry.lock:
             move = entry.move if entry.state is TicketState.WRITING else None
         if move is not None:
             move.cancel()
@@ -227,13 +208,13 @@ class TensorStore:
 
     def evict(self, ticket: Ticket) -> None:
         """Free the copy in memory of a ticket that is stored on a path."""
-        with self._registry.lock:
+        with self.registry.lock:
             if ticket.entry.is_copy:
-                self._registry.stored(ticket.entry)
+                self.registry.stored(ticket.entry)
 
     def let_go(self, ticket: Ticket, storage: torch.UntypedStorage) -> None:
         """Read a ticket's bytes in the memory of a storage no more: that is about to be freed."""
-        entry, registry = ticket.entry, self._registry
+        entry, registry = ticket.entry, self.registry
         if entry.source is not None:
             self.copies[entry.device].release_source(entry)
 
@@ -259,12 +240,8 @@ class TensorStore:
         entry = ticket.entry
         pinned = keeps_buffer and entry.device.type != "cpu" and entry.may_leave
         buffer = entry.payload if pinned and entry.is_in_host_memory else None
-        self._registry.free(entry)
+        self.registry.free(entry)
         entry.buffer = buffer
-
-    def release_written(self) -> None:
-        """Free the memory of tickets that were written."""
-        self._registry.release_written()
 
     def trim(self) -> None:
         """Free idle buffers before a time in which little will be read."""
@@ -276,27 +253,16 @@ class TensorStore:
         self._collect()
         self.pool.pass_begins()
 
-    def finish_write(self, ticket: Ticket) -> None:
-        """Wait until a ticket's bytes are on their paths, if they are being written.
-
-        Raises StorageError if they, or others, could not be written.
-        """
-        with self._registry.lock:
-            move = ticket.entry.move if ticket.state is TicketState.WRITING else None
-        if move is not None:
-            self._reader.wait(ticket.entry, move)
-        self._check_usable()
-
     def wait_for_writes(self) -> None:
         """Wait until all writes have ended; raise StorageError if one failed."""
-        while self._registry.writing_bytes and not self._registry.closed:
-            self._registry.pause()
+        while self.registry.writing_bytes and not self.registry.closed:
+            self.registry.pause()
         self._collect()
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """Wait until `at_most` bytes, or so many of its `own`, are to be written, or so long."""
-        begin, registry = perf_counter(), self._registry
+        begin, registry = perf_counter(), self.registry
         while (registry.writing_bytes_of[client] if own else registry.writing_bytes) > at_most:
             if perf_counter() >= begin + seconds:
                 break
@@ -305,7 +271,7 @@ class TensorStore:
 
     def close(self) -> None:
         """Cancel every transfer; nothing can be offloaded or loaded any more. Idempotent."""
-        registry = self._registry
+        registry = self.registry
         if os.getpid() != registry.pid:
             return
         with registry.lock:
@@ -323,14 +289,14 @@ class TensorStore:
     def _collect(self) -> None:
         """Free what was dropped, written and copied, without waiting."""
         self._returned_bytes = 0
-        self._registry.release_written()
-        self._registry.free_dropped()
+        self.registry.release_written()
+        self.registry.free_dropped()
         for engine in tuple(self.copies.values()):
             engine.collect()
 
     def _check_usable(self) -> None:
-        if self._registry.closed:
+        if self.registry.closed:
             raise OffloadError("the offload engine is closed")
-        self._registry.check_process()
+        self.registry.check_process()
         if (failure := self._writer.failure) is not None:
             raise reports.again(failure) from failure.__cause__

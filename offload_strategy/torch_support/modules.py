@@ -1,4 +1,4 @@
-"""Modules: hooks that keep nobody alive, one that does, and calls under way."""
+"""Modules: hooks that do not keep their objects alive, and calls under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 class WeakHook:
     """A callback that calls a method while its object lives, and then does nothing.
 
-    Arguments in `first` precede the hook's. A copy or pickle, with its module, does nothing either.
+    Arguments in `first` precede the hook's, and live as long as it does: without a method it only
+    keeps them alive. A copy or pickle, with its module, does nothing either.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
@@ -25,19 +26,6 @@ class WeakHook:
         """Call the method."""
         if self._method is not None and (method := self._method()) is not None:
             method(*self._first, *arguments)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()
-
-
-class KeepsAlive:
-    """A hook that does nothing but keep its owner alive; a copy or a pickle keeps nothing."""
-
-    def __init__(self, owner: Any = None) -> None:
-        self._owner = owner
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return type(self), ()

@@ -90,7 +90,12 @@ def _outermost_blocks(
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough."""
+    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough.
+
+    One in memory that processes share stays there: all of them see its updates.
+    """
+    if type(parameter) is nn.Parameter and parameter.is_cpu and parameter.is_shared():
+        return False
     return (
         (type(parameter) in (nn.Parameter, GuardedParameter) or is_sharded(parameter))
         and parameter.is_contiguous()  # as autograd lays out gradients like their parameters

@@ -17,13 +17,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload_strategy.config import ParametersConfig
+from offload_strategy.errors import ConfigError
 from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_tensor
-from offload_strategy.torch_support.modules import KeepsAlive, WeakHook
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
+from offload_strategy.weights.guarded_parameter import GuardedParameter
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
 from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
 from offload_strategy.weights.streamed_weight import StreamedWeight
@@ -144,6 +146,12 @@ class WeightStream(BlockResidency):
         The owner is kept alive by every module that has a streamed weight.
         """
         self._remove_freed_models()
+        for name, parameter in model.named_parameters():
+            if type(parameter) is GuardedParameter and parameter not in self._weights:
+                raise ConfigError(
+                    f"attach: the weight {name} is streamed by another engine. Attach models that "
+                    f"share weights to one engine, or close the other one (engine.close()) first."
+                )
         attached = _AttachedModel(weakref.ref(model))
         self._models.append(attached)
         hook = WeakHook(self.enter_model, attached.blocks)
@@ -162,7 +170,7 @@ class WeightStream(BlockResidency):
         for module in model.modules():  # a part may outlive the model, such as what DDP wraps
             if any(p is not None and p in self._weights for p in module._parameters.values()):
                 # Unlike a forward hook, it costs nothing when the module is called.
-                keeps = module.register_load_state_dict_post_hook(KeepsAlive(owner))
+                keeps = module.register_load_state_dict_post_hook(WeakHook(None, owner))
                 hooks.enter_context(keeps)
         with self._lock:
             self._make_room(0)

@@ -123,7 +123,7 @@ def replaced_in_host_memory(copies: Any, *, late: bool) -> list[torch.Tensor]:
         ticket = store.put(first, "optimizer", tiers)
         if not late:
             outgoing.synchronize()
-            store.release_written()
+            store.registry.release_written()
             engine.release_sources(0)
             sleep(40_000_000)
         read = store.get(ticket)

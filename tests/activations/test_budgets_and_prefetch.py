@@ -34,7 +34,7 @@ class SlowPath:
     def __init__(self, waiting=0, write=None, read=None, memory=0, clears=False):
         self.waiting, self.write, self.read, self.memory = waiting, write, read, memory
         self.clears, self.waits = clears, []
-        self.store = self
+        self.store = self.registry = self
 
     writing_bytes = property(lambda self: self.waiting)
 

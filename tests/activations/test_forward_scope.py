@@ -64,7 +64,7 @@ def test_nothing_leaves_when_nothing_is_trained(engine, how):
         with engine.forward():
             pass
     assert moved(engine) == moved(engine, verb="forwarded") == 0
-    assert engine._resources.store.live_tickets == 0
+    assert engine._resources.store.registry.live == 0
 
 
 def test_a_call_that_never_began_ends_no_other(engine):

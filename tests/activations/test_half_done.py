@@ -199,7 +199,7 @@ def _exception_that_holds_the_graph(training):
         training.step(99)
     except Failure as error:
         kept = error
-    assert training.engine._resources.store.live_tickets > 0
+    assert training.engine._resources.store.registry.live > 0
     del kept
 
 
@@ -256,7 +256,7 @@ def assert_nothing_is_left(engine):
     # they saved, until the next backward.
     torch.zeros(1, requires_grad=True).sum().backward()
     resources = engine._resources
-    assert resources.store.live_tickets == 0
+    assert resources.store.registry.live == 0
 
     def held():
         return resources.pool.usage().lent_bytes, sum(resources.tier_used_bytes().values())

@@ -24,7 +24,7 @@ from tests.training import (
 
 
 def tickets(engine):
-    return engine._resources.store.live_tickets
+    return engine._resources.store.registry.live
 
 
 # ---------------------------------------------------------------------- ends of a graph
@@ -205,7 +205,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk):
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
         host = engine._resources.memory_tiers["host"]
-        found = engine._resources.store._registry._tickets.values()
+        found = engine._resources.store.registry._tickets.values()
         next_uses = {entry.next_use: entry.tier is host for entry in found if entry.nbytes == 32768}
         in_memory = [next_uses[next_use] for next_use in sorted(next_uses)]
         assert in_memory == [True] * 3 + [False] * (len(in_memory) - 3)

@@ -35,7 +35,7 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.idle = self.waits = 0
-        self.store = self.pool = self
+        self.store = self.registry = self.pool = self
         self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
         for _ in range(passes):

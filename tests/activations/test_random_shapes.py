@@ -82,7 +82,7 @@ def run(engine):
             rss.append(psutil.Process().memory_info().rss)
             held.append(engine._resources.pool.usage().held_bytes)
     on_disk(engine)
-    assert engine._resources.store.live_tickets == 0
+    assert engine._resources.store.registry.live == 0
     assert engine._resources.pool.usage().lent_bytes == 0
     metrics = {key.removeprefix("offload/activations/"): v for key, v in engine.metrics().items()}
     return {"rss": rss, "held": held, "loads": loads, **metrics}

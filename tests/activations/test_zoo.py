@@ -91,7 +91,7 @@ def same(make, kind, disk, schedules):
         engine.attach(model)
         assert_same_history(run(model, engine=engine, wait=True), expected)
         left, read = moved(engine), moved(engine, verb="read")
-        assert engine._resources.store.live_tickets == 0
+        assert engine._resources.store.registry.live == 0
     # Whole storages are counted here: a view of a part takes only its part along. What is freed
     # before its turn is never written; a few models save what nobody asks for.
     assert 0.95 * saved_bytes <= left <= saved_bytes

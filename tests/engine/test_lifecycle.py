@@ -145,7 +145,7 @@ sys.last_value = sys.last_traceback = None
 gc.collect()
 engine.close()
 assert interrupts == 80, interrupts
-assert store.live_tickets == 0, store.live_tickets
+assert store.registry.live == 0, store.registry.live
 left = [t.name for t in threading.enumerate() if t.name.startswith("ssd-offload")]
 assert not left, left
 assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

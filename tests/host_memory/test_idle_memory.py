@@ -148,16 +148,6 @@ def test_before_the_first_pass_nothing_is_known(process):
     assert process.held() == 0, "what was lent before counts for nothing"
 
 
-def test_buffers_go_before_each_pass_where_the_system_does_not_tell(process, monkeypatch):
-    monkeypatch.setattr(idle, "resident_bytes", lambda *_: None)
-    acquire(process.pool, 20 * MiB)
-    process.pool.look()
-    assert process.held() == 20 * MiB
-    assert not process.pool.may_wait(0)
-    process.pool.pass_begins()
-    assert process.held() == 0
-
-
 def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process):
     process.pool.pass_begins()
     assert process.pool.may_wait(_OTHER // 5 - MiB)

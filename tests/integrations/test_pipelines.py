@@ -125,7 +125,7 @@ def train(rank, name, way, tier):
         for optimizer in pipeline.optimizers:  # states are tickets as well
             fresh = torch.optim.AdamW(optimizer.parameters())
             optimizer.load_state_dict(fresh.state_dict())
-        assert engine._resources.store.live_tickets == 0, (name, way)
+        assert engine._resources.store.registry.live == 0, (name, way)
         engine.close()
     return found, metrics, missed
 

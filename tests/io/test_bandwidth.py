@@ -5,7 +5,6 @@ import logging
 import os
 import stat
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -165,15 +164,6 @@ def test_a_path_is_identified_by_its_file_system(tmp_path):
         assert found == identify(here.fileno())
         assert found.path == str(tmp_path)
         assert found != identify(elsewhere.fileno()), "another file system under the same path"
-
-
-def test_files_of_half_a_year_ago_are_removed(cache):
-    save_rates(IDENTITY, RATES)
-    for file in (cache / "stale.json", cache / "of-a-killed-process.partial"):
-        file.write_text("{}")
-        os.utime(file, (time.time() - 200 * 24 * 3600,) * 2)
-    save_rates(IDENTITY, RATES)
-    assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
 def test_the_default_is_the_users_cache_directory(monkeypatch, tmp_path):

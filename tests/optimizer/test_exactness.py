@@ -85,6 +85,19 @@ def _sparse_gradients(run):
         run.step()
 
 
+def _gradients_in_float32(run):
+    """Of weights in bfloat16, as `grad_dtype` allows."""
+    run.model = make_layers(3, 64).bfloat16()
+    for parameter in run.model.parameters():
+        parameter.grad_dtype = torch.float32
+    run.optimizer = run.wrap(SGD(run.model.parameters(), 0.1))
+    for number in range(4):
+        run.optimizer.zero_grad()
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(number))
+        run.model(x.bfloat16()).float().pow(2).sum().backward()
+        run.step()
+
+
 def _two_that_alternate(run):
     """A generator and a discriminator; backward of one reaches the parameters of the other."""
     torch.manual_seed(0)
@@ -352,6 +365,7 @@ SCRIPTS = {
     "graphs over gradients": _graph_over_gradients,
     "losses of gradients": _loss_of_gradients,
     "sparse gradients": _sparse_gradients,
+    "gradients of another dtype": _gradients_in_float32,
     "two optimizers that alternate": _two_that_alternate,
     **{f"parameters of {dtype}": _two_at_once(dtype) for dtype in DTYPES},
 }
@@ -364,6 +378,7 @@ EAGER_SCRIPTS = [
     "closures",
     "one gradient set by hand",
     "freezing and unfreezing",
+    "gradients of another dtype",
     "two optimizers that alternate",
 ]
 

@@ -114,20 +114,68 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         assert all(p.grad is None for p in run.model.parameters())
 
 
-def test_a_step_after_states_were_loaded_since_backward_is_refused(disk):
+def _swap_learning_rates(run, state):
+    run.optimizer.param_groups[0]["lr"] *= 2
+
+
+def _move_to_a_group(run, state):
+    groups = run.optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def _step_twice(run, state):
+    run.optimizer.step()
+
+
+def _reset_a_state(run, state):
+    run.optimizer.state[run.model.first.weight]["exp_avg"].zero_()
+
+
+#: Between a backward and its step, and what the error says.
+LATE_CHANGES = {
+    "states loaded": (lambda run, state: run.optimizer.load_state_dict(state), "states of the"),
+    "a state replaced": (
+        lambda run, state: run.optimizer.state.pop(run.model.first.weight),
+        "states of the",
+    ),
+    "a state changed in place": (_reset_a_state, "states of the"),
+    "a setting": (_swap_learning_rates, "settings of a parameter group"),
+    "another group": (_move_to_a_group, "added to a group or taken from it"),
+    "no gradient": (
+        lambda run, state: setattr(run.model.first.weight, "grad", None),
+        "a gradient was replaced",
+    ),
+    "another gradient": (
+        lambda run, state: setattr(run.model.first.weight, "grad", torch.ones(8, 6)),
+        "a gradient was replaced",
+    ),
+    "a zeroed gradient": (
+        lambda run, state: run.model.first.weight.grad.zero_(),
+        "a gradient was replaced",
+    ),
+    "a second step": (_step_twice, "called again"),
+}
+
+
+@pytest.mark.parametrize("change", LATE_CHANGES)
+def test_what_changes_between_an_eager_backward_and_its_step_is_refused(change, disk):
+    """Plain PyTorch would use it, and weights have been updated without it."""
+    late_change, message = LATE_CHANGES[change]
     with offloading(disk, "eager") as engine:
-        run = Run(adamw, engine)
+        run = Run(OPTIMIZERS["AdamW groups"], engine)
         run.backward(0)
         run.optimizer.step()
         run.optimizer.zero_grad()
+        run.optimizer.param_groups[0]["lr"] *= 0.9  # no gradient has been used
         state = copy.deepcopy(run.optimizer.state_dict())
-        run.optimizer.load_state_dict(state)  # no gradient has been used
+        run.optimizer.load_state_dict(state)
+        run.optimizer.state[run.model.first.weight]["exp_avg"].zero_()
         run.backward(1)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.backward(2)
-        run.optimizer.load_state_dict(state)
-        with pytest.raises(OffloadError, match=r"loaded between a backward pass and its step\(\)"):
+        late_change(run, state)
+        with pytest.raises(OffloadError, match=rf"{message}.*last checkpoint"):
             run.optimizer.step()
         run.model.zero_grad()
         run.backward(3)

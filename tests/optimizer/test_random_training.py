@@ -29,6 +29,11 @@ PARAMETER_EDITS = {
     "freeze": lambda p: p.requires_grad_(False),
     "unfreeze": lambda p: p.requires_grad_(True),
 }
+STATE_EDITS = {
+    "an item": lambda state, key: state.update({key: state[key] * 0.5}),
+    "in place": lambda state, key: state[key].mul_(0.5),
+    "without a version": lambda state, key: state[key].data.mul_(0.5),
+}
 NAMES = [name for name, _ in make_net().named_parameters()]
 
 
@@ -117,21 +122,36 @@ class AnyTraining(RuleBasedStateMachine):
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
 
-    @rule(name=st.sampled_from(NAMES), delete=st.booleans())
-    def edit_or_delete_a_state(self, name, delete):
+    @rule(name=st.sampled_from(NAMES), way=st.sampled_from(["delete", "assign", *STATE_EDITS]))
+    def edit_or_delete_a_state(self, name, way):
         for run in self.runs:
             parameter, states = run.model.get_parameter(name), run.optimizer.state
             if parameter not in states:
                 continue
-            if delete:
+            if way == "delete":
                 del states[parameter]
                 continue
-            state = dict(states[parameter])
+            state = dict(states[parameter]) if way == "assign" else states[parameter]
             for key in ("exp_avg", "momentum_buffer"):
                 if state.get(key) is not None:
-                    state[key] = state[key] * 0.5
-            states[parameter] = state
+                    STATE_EDITS.get(way, STATE_EDITS["an item"])(state, key)
+            if way == "assign":
+                states[parameter] = state
         self.check()
+
+    @rule(name=st.sampled_from(NAMES))
+    def move_to_another_group(self, name):
+        for run in self.runs:
+            parameter, groups = run.model.get_parameter(name), run.optimizer.param_groups
+            if len(groups) == 1:
+                run.optimizer.add_param_group({"params": nn.Parameter(torch.ones(2)), "lr": 0.02})
+            for group, other in ((0, 1), (1, 0)):
+                places = [id(each) for each in groups[group]["params"]]
+                if id(parameter) in places:
+                    groups[other]["params"].append(
+                        groups[group]["params"].pop(places.index(id(parameter)))
+                    )
+                    break
 
     @rule(crosswise=st.booleans())
     def save_and_load(self, crosswise):
@@ -151,7 +171,7 @@ class AnyTraining(RuleBasedStateMachine):
         torch.ones((), requires_grad=True).backward()
         self.check()
         self.engine.close()
-        assert self.engine._resources.store.live_tickets == 0
+        assert self.engine._resources.store.registry.live == 0
         assert list(self.path.iterdir()) == []
         self.folder.cleanup()
 

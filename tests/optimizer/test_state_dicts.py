@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from offload_strategy.errors import ConfigError
+from offload_strategy.errors import ConfigError, OffloadError
 from tests.optimizer.custom_optimizers import QUANTIZED
 from tests.optimizer.runs import (
     EVERY_OVERLAP,
@@ -19,6 +19,7 @@ from tests.optimizer.runs import (
     WideNet,
     adamw,
     assert_same_state_dict,
+    compare,
     make_layers,
     make_net,
     offloading,
@@ -107,6 +108,72 @@ def test_checkpoints_go_both_ways(name, overlap, pending, through_a_file, disk):
         run.optimizer.state[run.model.first.weight] = state
         assert_same_bits(run.history[-1], plain.history[-1])
         assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def _set_item(states, parameter):
+    states[parameter]["exp_avg"] = torch.ones(8, 6)
+
+
+def _keep_a_view(states, parameter):
+    row = states[parameter]["exp_avg_sq"][0]
+    row.mul_(3)
+
+
+#: How people change states: ReLoRA prunes moments, schedules reset them.
+STATE_CHANGES = {
+    "in place": lambda states, parameter: states[parameter]["exp_avg"].mul_(0.5),
+    "without a version": lambda states, parameter: states[parameter]["exp_avg"].data.zero_(),
+    "by numpy": lambda states, parameter: states[parameter]["exp_avg"].numpy().fill(0.25),
+    "the counter": lambda states, parameter: states[parameter]["step"].add_(7),
+    "an item": _set_item,
+    "a view": _keep_a_view,
+    "all": lambda states, parameter: [state["exp_avg"].zero_() for state in states.values()],
+    "taken out": lambda states, parameter: states.pop(parameter, None),
+}
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_copies_of_states_are_written_back_when_they_are_changed(change, overlap, disk):
+    def script(run):
+        states, parameter = run.optimizer.state, run.model.first.weight
+        for number in range(4):
+            if number > 1:
+                STATE_CHANGES[change](states, parameter)
+            run.optimizer.zero_grad()
+            run.backward(number)
+            if number == 2 and overlap != "eager":
+                STATE_CHANGES[change](states, parameter)
+            run.step()
+        held = {each: states[each] for each in states}
+        for each, value in ((run.model.tied.weight, 2), (run.model.scale, 3)):
+            held[each]["exp_avg"].fill_(value)
+            assert states[each] is held[each]
+        run.note()
+
+    compare(script, adamw, disk, overlap)
+
+
+def test_a_copy_of_a_state_that_is_out_of_date_cannot_be_changed(disk):
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        steps(run, 1)
+        states = run.optimizer.state
+        kept = states[run.model.first.weight]
+        on_its_own = states[run.model.tied.weight]["exp_avg"][0]
+        steps(run, 1, start=1)
+        assert not torch.equal(states[run.model.first.weight]["exp_avg"], kept["exp_avg"])
+        on_its_own.zero_()
+        with pytest.raises(OffloadError, match=r"read before the last step.*again after each"):
+            run.backward(2)
+        run.model.zero_grad()
+        run.backward(2)
+        run.optimizer.step()
+        # Loading replaces states, whatever was done to copies of those before.
+        before = run.optimizer.state_dict()
+        states[run.model.first.weight]["exp_avg"].zero_()
+        run.optimizer.load_state_dict(before)
+        assert_same_state_dict(run.optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

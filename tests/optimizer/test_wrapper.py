@@ -146,6 +146,47 @@ def test_groups_that_are_edited_in_place_are_planned_again(name, when, overlap, 
     compare(script, None, disk, overlap)
 
 
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_the_state_of_a_parameter_that_leaves_its_group_is_there_when_it_comes_back(overlap, disk):
+    def script(run):
+        for number in range(6):
+            group = run.optimizer.param_groups[0]["params"]
+            if number == 2:
+                gone = group.pop(0)
+            if number == 4:
+                group.append(gone)
+            run.model.zero_grad()
+            run.backward(number)
+            run.optimizer.step()
+            run.history.append(snapshot(run.model, gradients=False))
+
+    compare(script, adamw, disk, overlap)
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_a_compiled_step_is_refused_and_a_compiled_backward_updates_as_ever(overlap, disk):
+    """A compiled update of a subgroup rounds neither like the optimizer nor like a compiled one."""
+
+    def script(run):
+        backward = torch.compile(run.backward, backend="eager")
+        for number in range(3):
+            run.optimizer.zero_grad()
+            backward(number)
+            run.step()
+
+    compare(script, adamw, disk, overlap)
+    with offloading(disk, overlap) as engine:
+        run = Run(adamw, engine, overlap == "eager")
+        steps(run, 1)
+        run.optimizer.zero_grad()
+        run.backward(1)
+        before = weights(run.model)
+        with pytest.raises(OffloadError, match=r"torch\.compile compiles.*call step\(\) outside"):
+            torch.compile(run.optimizer.step, backend="eager")()
+        assert_same_bits(weights(run.model), before)
+        run.optimizer.step()
+
+
 class KeepsParameters(list):
     """A hook as averages of weights have: an update of a subgroup does not run hooks."""
 

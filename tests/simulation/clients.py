@@ -164,7 +164,7 @@ class Client:
     def leave(self, *, verify: bool) -> None:
         for ticket in list(self.mine):
             if verify:
-                with suppress(OffloadError if self.world.store._registry.closed else ()):
+                with suppress(OffloadError if self.world.store.registry.closed else ()):
                     self.read(ticket, "get")
             if self.world.random.randrange(2):
                 self.world.store.free(ticket)
@@ -187,7 +187,7 @@ class Client:
             lambda: buffers.keep_idle(0),
             store.trim,
             store.pass_begins,
-            store.release_written,
+            store.registry.release_written,
             lambda: [queue.end_threads() for queue in self.world.queues],
         ][self.world.random.randrange(7)]()
 

@@ -111,7 +111,7 @@ class World:
 
     def open_store(self) -> None:
         self.store = tensor_store.TensorStore(self.pool, self.recorder, self.write_behind)
-        self.store._registry.moving = OrderedSet()  # type: ignore[assignment]
+        self.store.registry.moving = OrderedSet()  # type: ignore[assignment]
         self.activations = ActivationOffload(
             self.store,
             self.tiers,
@@ -127,9 +127,9 @@ class World:
         gc.collect()  # the frames of errors
         self.store.close()
         for _ in range(10):  # another thread may be about to free what was dropped
-            if self.store.live_tickets:
+            if self.store.registry.live:
                 self.scheduler.sleep(0.01)
-        live = self.store.live_tickets
+        live = self.store.registry.live
         self.require(live == 0, f"{live} tickets are left")
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class World:
         for closing in (*self.queues, *self.backends):
             closing.close()
         self.require(len(self.scheduler.strands) == 1, "threads are left")
-        registry, usage = self.store._registry, self.pool.usage()
+        registry, usage = self.store.registry, self.pool.usage()
         self.pool.close()
         figures = {
             "bytes to be written": registry.writing_bytes + sum(registry.writing_bytes_of.values()),
@@ -177,7 +177,7 @@ class World:
             disk.faults.clear()
             disk.dead, disk.seconds = False, (0.0,)
         self.scheduler.refuses_threads = False
-        while self.store._registry.moving:
+        while self.store.registry.moving:
             self.scheduler.sleep(0.01)
 
 

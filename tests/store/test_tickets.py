@@ -61,7 +61,7 @@ def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig):
         rig.put(noise(4 * KiB))
     for figure in ("4 KiB", "activations", "host: 8 KiB of 10 KiB", "nvme: 16 KiB of 16 KiB"):
         assert figure in str(refused.value)
-    assert rig.store.live_tickets == 6
+    assert rig.store.registry.live == 6
     # A smaller one still fits into the first.
     assert rig.put(noise(2 * KiB)).entry.tier.name == "host"
     rig.complete()
@@ -101,7 +101,7 @@ def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monk
 
     monkeypatch.setattr(rig.backend, "submit", raising(RuntimeError("can't start new thread")))
     train()
-    assert rig.store.live_tickets == rig.pool.usage().requested_bytes == 0
+    assert rig.store.registry.live == rig.pool.usage().requested_bytes == 0
     with pytest.raises(StorageError, match="can't start new thread"):
         train()
 
@@ -173,7 +173,7 @@ def test_taking_cancels_a_write_that_waits_and_waits_for_one_that_is_under_way(r
     assert torch.equal(taking.result(30), noise(4 * KiB))
     assert not rig.backend.waiting
     assert first.state is second.state is TicketState.FREED
-    assert rig.store.live_tickets == rig.region.used_bytes == 0
+    assert rig.store.registry.live == rig.region.used_bytes == 0
 
 
 # ---------------------------------------------------------------------- limits
@@ -257,7 +257,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
             with pytest.raises(OffloadError, match=r"4 KiB of activations were freed"):
                 use(ticket)
     del ticket
-    assert (rig.store.live_tickets, rig.region.used_bytes) == (len(others), PAGE * len(others))
+    assert (rig.store.registry.live, rig.region.used_bytes) == (len(others), PAGE * len(others))
     assert rig.host.used_bytes == 0
     rig.complete()
     assert rig.count("written") <= 4 * KiB
@@ -265,7 +265,7 @@ def test_a_ticket_may_be_freed_in_every_state(make_rig, where, how):
 
 
 @pytest.mark.parametrize(
-    "lock", ["store._registry.lock", "queue._lock", "recorder._lock", "pool._lock"]
+    "lock", ["store.registry.lock", "queue._lock", "recorder._lock", "pool._lock"]
 )
 @pytest.mark.parametrize("host_bytes", [1 * MiB, 0], ids=["in memory", "on their way to the disk"])
 def test_tickets_may_be_collected_in_the_middle_of_anything(make_rig, lock, host_bytes):
@@ -280,7 +280,7 @@ def test_tickets_may_be_collected_in_the_middle_of_anything(make_rig, lock, host
             gc.collect()
 
     meanwhile(collect).result(30)  # TimeoutError: deadlock
-    assert rig.store.live_tickets == 0
+    assert rig.store.registry.live == 0
     rig.complete()
     assert rig.region.used_bytes == rig.host.used_bytes == 0
 
@@ -309,7 +309,7 @@ def test_closing_keeps_the_bytes_of_writes_that_it_gives_up_and_says_what_else_i
             use()
     rig.store.free(loading)
     del ticket, stored, kept, written, waiting
-    assert rig.store.live_tickets == rig.region.used_bytes == rig.host.used_bytes == 0
+    assert rig.store.registry.live == rig.region.used_bytes == rig.host.used_bytes == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -95,7 +95,7 @@ def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
         patch.setattr(pair.regions[1], "allocate", raising(StorageError("cannot grow")))
         with pytest.raises(StorageError, match="cannot grow"):
             pair.put(payload)
-    assert pair.disk.used_bytes == pair.store.live_tickets == 0
+    assert pair.disk.used_bytes == pair.store.registry.live == 0
     ticket = pair.put(payload)
     pair.backends[1].complete(error=OSError(5, "Input/output error"))
     pair.complete()
@@ -257,10 +257,10 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig):
     rig, payload = make_rig(block_size=PAGE), noise(3 * PAGE)
     ticket = rig.put(payload)
     rig.store.cancel_write(ticket)
-    assert rig.store.writing_bytes == 3 * PAGE  # one block is under way
+    assert rig.store.registry.writing_bytes == 3 * PAGE  # one block is under way
     rig.complete()
     assert ticket.state is IN_MEMORY
-    assert rig.store.writing_bytes == 0
+    assert rig.store.registry.writing_bytes == 0
     assert torch.equal(rig.store.get(ticket), payload)
     assert rig.count("written") == 0
     stored = rig.stored(noise(PAGE))
@@ -273,13 +273,13 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig):
     rig = make_rig(block_size=PAGE)
     tickets = [rig.put(noise(PAGE)) for _ in range(2)]
     rig.store.await_writes(CLIENT, PAGE, 0.02)
-    assert rig.store.writing_bytes == 2 * PAGE
+    assert rig.store.registry.writing_bytes == 2 * PAGE
     waiting = meanwhile(rig.store.wait_for_writes)
     assert not wait([waiting], 0.1).done
     rig.complete()
     waiting.result(30)
     rig.store.await_writes(CLIENT, 0, 60.0)
-    assert (rig.store.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
+    assert (rig.store.registry.writing_bytes, {ticket.state for ticket in tickets}) == (0, {STORED})
 
 
 def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig):
@@ -334,7 +334,7 @@ def test_a_range_of_a_foreign_file_is_read_and_never_written(rig, foreign, shard
     assert torch.equal(taken, expected)
     taken.zero_()
     assert shard.read_bytes()[begin : begin + nbytes] == expected.numpy().tobytes()
-    assert store.live_tickets == 0
+    assert store.registry.live == 0
 
 
 def test_a_foreign_file_that_fails_leaves_no_descriptor(shard, monkeypatch):

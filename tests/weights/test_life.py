@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadEngine, StorageError
+from offload_strategy import ConfigError, OffloadEngine, StorageError
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import round_up
 from offload_strategy.weights import block_residency
@@ -38,7 +38,25 @@ def test_a_model_that_is_freed_gives_everything_back(engine):
     gc.collect()
     assert alive() is None
     on_disk(engine)
-    assert engine._resources.store.live_tickets == 0
+    assert engine._resources.store.registry.live == 0
+
+
+def test_a_weight_is_streamed_by_one_engine_and_not_if_processes_share_it(disk, engine, tmp_path):
+    one, other = net(), net()
+    other.blocks[1].up.weight = one.blocks[0].up.weight
+    engine.attach(one)
+    with streaming(tmp_path) as second:
+        with pytest.raises(
+            ConfigError, match=r"blocks\.1\.up\.weight is streamed by another engine"
+        ):
+            second.attach(other)
+        guarded = [n for n, p in other.named_parameters() if type(p) is GuardedParameter]
+        assert guarded == ["blocks.1.up.weight"]
+        engine.close()
+        other.blocks[0].up.weight.data.share_memory_()
+        second.attach(other)
+        assert type(other.blocks[0].up.weight) is nn.Parameter
+        assert type(other.blocks[1].up.weight) is GuardedParameter
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, partial(torch.compile, backend="eager")])
@@ -70,7 +88,7 @@ def test_detaching_brings_the_weights_back(engine):
     engine.detach_model(model)
     assert all_plain(model)
     assert_same_bits(gradients_of(model), gradients_of(net()))
-    assert engine._resources.store.live_tickets == 0
+    assert engine._resources.store.registry.live == 0
 
 
 @pytest.mark.parametrize("overlap", ["in memory"])
@@ -218,7 +236,7 @@ def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypa
     with pytest.raises(StorageError, match="the disk fails"):
         engine.attach(model)
     assert all_plain(model)
-    assert store.live_tickets == 0
+    assert store.registry.live == 0
     engine.attach(model)
     assert_same_bits(gradients_of(model), gradients_of(net()))
 

@@ -134,7 +134,7 @@ def test_too_small_tiers_are_refused_before_anything_moves(disk, tmp_path, doing
         with pytest.raises(ConfigError, match=rf"{doing}: the weights need 78\.9 KiB.*too little"):
             getattr(engine, doing)(model, *arguments)
         assert all_plain(model)
-        assert engine._resources.store.live_tickets == 0
+        assert engine._resources.store.registry.live == 0
 
 
 # ---------------------------------------------------------------------- saved
@@ -413,7 +413,7 @@ def test_a_file_that_is_refused_changes_nothing(engine, file, change, named, mes
     before = weights(model)
     with pytest.raises(ConfigError, match=message):
         engine.load_weights(model, file if named else file.parent)
-    assert engine._resources.store.live_tickets == 0
+    assert engine._resources.store.registry.live == 0
     assert_same_bits(weights(model), before)
 
 

@@ -32,11 +32,6 @@ _MAX_PAUSE_SECONDS = 0.1
 #: clean, and advising the kernel again drops it from the page cache.
 _BLOCKS_UNTIL_CLEAN = 4
 
-# A direct pointer type: calls through it release the interpreter lock while copying.
-_memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-
 
 def unavailable_reason() -> str | None:
     """Why this backend cannot run here, or None if it can."""
@@ -109,10 +104,10 @@ class PosixBackend(Backend):
             bounce = self._bounce
             padded = bounce.view[: round_up(rest, PAGE_BYTES)]
             if request.write:
-                _memmove(bounce.address, request.address + whole, rest)
+                ctypes.memmove(bounce.address, request.address + whole, rest)
             self.move_pages(request, padded, request.offset + whole, rest)
             if not request.write:
-                _memmove(request.address + whole, bounce.address, rest)
+                ctypes.memmove(request.address + whole, bounce.address, rest)
 
     def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
         """Move adjacent blocks with one system call; False unless every byte moved."""

@@ -21,7 +21,6 @@ import os
 import platform
 import stat
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -41,8 +40,6 @@ logger = get_logger(__name__)
 CACHE_VARIABLE = "SSD_OFFLOAD_CACHE"
 #: Our files have a few hundred bytes.
 _MAX_FILE_BYTES = 64 * 1024
-#: Files that were not written for this long are removed.
-_MAX_AGE_SECONDS = 180 * 24 * 3600
 _MAX_CHANGE = 2.0
 _STRICT = ConfigDict(strict=True)
 
@@ -171,7 +168,6 @@ def save_rates(identity: PathIdentity, rates: Rates) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
-        _remove_old(folder)
     except OSError as error:
         logger.info("rates of %s are not saved in %s: %s", identity.path, folder, error)
         return False
@@ -198,12 +194,3 @@ def _read(file: Path) -> _SavedRates | None:
             reason = ": ".join((*map(str, first["loc"]), first["msg"]))
         logger.warning("%s is ignored, and may be removed: %s", file, reason)
         return None
-
-
-def _remove_old(folder: Path) -> None:
-    """Remove files that were not written for long, and what a killed process left."""
-    oldest = time.time() - _MAX_AGE_SECONDS
-    for file in (*folder.glob("*.json"), *folder.glob("*.partial")):
-        with contextlib.suppress(OSError):
-            if file.lstat().st_mtime < oldest:
-                file.unlink()

@@ -52,7 +52,6 @@ class ExtentAllocator:
     def __init__(self, capacity: int, begin: int = 0) -> None:
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
-        self._allocated: dict[int, int] = {}  # start -> size
         self._free = FreeRanges(begin + self.capacity)
         if begin:
             self._free.take(0, begin)
@@ -70,13 +69,10 @@ class ExtentAllocator:
         start = best[2]
         self._free.take(start, size)
         self.used_bytes += size
-        self._allocated[start] = size
         return Extent(start, size)
 
     def free(self, extent: Extent) -> None:
         """Free an extent; adjacent free ranges become one."""
-        assert self._allocated.get(extent.offset) == extent.nbytes, "freed twice"
-        del self._allocated[extent.offset]
         self.used_bytes -= extent.nbytes
         self._free.take_back(*extent)
 

@@ -34,7 +34,6 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     FOR_LISTS,
     FOR_ONE,
     UNSCALE,
-    WITH_A_NUMBER_EACH,
     Edit,
     operators,
     recordable,
@@ -62,17 +61,6 @@ def _on_memory(name: str) -> Callable[..., Any]:
 
     def method(self: OffloadedGradient, *args: Any, **options: Any) -> Any:
         return getattr(self.backing.materialize(), name)(*args, **options)
-
-    return method
-
-
-def _in_place(name: str) -> Callable[..., Any]:
-    """Make a method that changes the plain tensor and returns the wrapper."""
-
-    def method(self: OffloadedGradient, *args: Any) -> Any:
-        plain = [a.backing.read() if isinstance(a, OffloadedGradient) else a for a in args]
-        getattr(self.backing.materialize(), name)(*plain)
-        return self
 
     return method
 
@@ -164,9 +152,6 @@ class OffloadedGradient(torch.Tensor):
     const_data_ptr = _on_memory("data_ptr")
     untyped_storage = _on_memory("untyped_storage")
     __dlpack__ = _on_memory("__dlpack__")
-    apply_ = _in_place("apply_")
-    map_ = _in_place("map_")
-    map2_ = _in_place("map2_")
 
     def __copy__(self) -> torch.Tensor:
         return copy.copy(self.backing.materialize())
@@ -293,14 +278,9 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradients, *rest = args
     found = rest[0] if op is UNSCALE else None
     arguments = rest[1:] if op is UNSCALE else rest
-    # One number for each gradient, or the same for all of them.
-    each = arguments[0] if op in WITH_A_NUMBER_EACH else None
-    numbers = arguments if each is None else each
-    if options or isinstance(found, OffloadedGradient) or not all(map(recordable, numbers)):
+    if options or isinstance(found, OffloadedGradient) or not all(map(recordable, arguments)):
         return NotImplemented
-    if each is not None and len(each) != len(gradients):
-        return NotImplemented  # for PyTorch's error message
-    # Gradients with the same arguments share an edit, which is then compared once.
+    # Gradients of one kind share an edit, which is then compared once.
     edits: dict[tuple[Any, ...], Edit] = {}
     overflows = []
     others = []
@@ -310,14 +290,12 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
             continue
         if op is UNSCALE:
             overflows.append(gradient.backing.overflows())
-        own = arguments if each is None else [each[index]]
-        key = (gradient.dtype, gradient.device, *map(id, own))
+        key = (gradient.dtype, gradient.device)
         if key not in edits:
-            edits[key] = Edit.of(op, own, gradient.dtype, gradient.device)
+            edits[key] = Edit.of(op, arguments, *key)
         gradient.backing.record(edits[key])
     if others:
-        for_others = rest if each is None else [[each[index] for index in others]]
-        _run_on_values(op, [[gradients[index] for index in others], *for_others], options)
+        _run_on_values(op, [[gradients[index] for index in others], *rest], options)
     if found is not None:
         on_device = [overflow for overflow in overflows if isinstance(overflow, torch.Tensor)]
         if on_device:  # its host must not wait for it

@@ -34,8 +34,8 @@ def operators(*names: str) -> frozenset[OpOverload]:
 UNSCALE: OpOverload = aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALES_ONE = operators("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar")
 _SCALES_LISTS = operators(
-    *("_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.ScalarList"),
-    *("_foreach_div_.Scalar", "_foreach_div_.Tensor", "_foreach_div_.ScalarList"),
+    *("_foreach_mul_.Scalar", "_foreach_mul_.Tensor"),
+    *("_foreach_div_.Scalar", "_foreach_div_.Tensor"),
 )
 #: Recorded operators whose first argument is the gradient.
 FOR_ONE = _SCALES_ONE | operators(
@@ -46,13 +46,8 @@ FOR_ONE = _SCALES_ONE | operators(
 FOR_LISTS = (
     _SCALES_LISTS
     | {UNSCALE}
-    | operators(
-        *("_foreach_clamp_min_.Scalar", "_foreach_clamp_min_.ScalarList"),
-        *("_foreach_clamp_max_.Scalar", "_foreach_clamp_max_.ScalarList"),
-    )
+    | operators("_foreach_clamp_min_.Scalar", "_foreach_clamp_max_.Scalar")
 )
-#: Those of them whose second argument is a list with a number for each gradient.
-WITH_A_NUMBER_EACH = frozenset(op for op in FOR_LISTS if op._overloadname == "ScalarList")
 #: Operators that change nothing if their factor, or divisor, is one.
 _SCALES = _SCALES_ONE | _SCALES_LISTS | {UNSCALE}
 
@@ -109,8 +104,6 @@ class Edit:
         elif self.op is UNSCALE:
             found_inf = torch.zeros((), dtype=torch.float32, device=tensor.device)
             self.op([tensor], found_inf, *self.arguments)
-        elif self.op in WITH_A_NUMBER_EACH:
-            self.op([tensor], list(self.arguments))
         else:
             self.op([tensor], *self.arguments)
 

@@ -95,7 +95,7 @@ class AheadUpdate:
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and self.autocast == Autocast.current(self.autocast.device_type)
-            and _same(self.hyper, hyper_parameters(group))
+            and same_settings(self.hyper, hyper_parameters(group))
             and self.versions == [parameter._version for parameter in self.parameters()]
         )
 
@@ -119,7 +119,7 @@ class AheadUpdate:
         return self.subgroup.slices[self.indices[place]].values
 
 
-def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+def same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
 
     def equal(one: Any, other: Any) -> bool:

@@ -81,11 +81,11 @@ class BackwardOverlap(ABC):
     """
 
     def __init__(
-        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+        self, updater: Updater, is_last: Callable[[], bool], is_ready: Callable[[], bool]
     ) -> None:
         self._updater = updater
         self._is_last = is_last
-        self._is_planned = is_planned
+        self._is_ready = is_ready
         # Whether the groups were those of the subgroups when the pass began. If not, gradients stay
         # where they are until `step()`, which plans again.
         self._updates = True
@@ -234,7 +234,7 @@ class BackwardOverlap(ABC):
         # What an earlier backward left that raised, or whose gradients were cleared; or, of one
         # before the same step(), what ran ahead: gradients go on accumulating.
         self._drop_all()
-        self._updates = self._is_planned()
+        self._updates = self._is_ready()
         if self._updates and self._runs_ahead():
             self._prefetch_upcoming()
 
@@ -273,6 +273,6 @@ class BackwardOverlap(ABC):
         """Handle `zero_grad`, before `step()` or after it."""
         self.reset()
 
+    @abstractmethod
     def states_replaced(self) -> None:
         """Handle other states, which may come between backward and `step()`."""
-        self.reset()

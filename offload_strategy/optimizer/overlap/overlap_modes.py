@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,11 @@ from offload_strategy.optimizer.gradients.gradient_backing import (
 )
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
-from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.optimizer.overlap.ahead_update import (
+    AheadUpdate,
+    hyper_parameters,
+    same_settings,
+)
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
@@ -147,10 +152,10 @@ class CommittedUpdates(BackwardOverlap):
         self,
         updater: Updater,
         is_last: Callable[[], bool],
-        is_planned: Callable[[], bool],
+        is_ready: Callable[[], bool],
         retained: RetainedGradients,
     ) -> None:
-        super().__init__(updater, is_last, is_planned)
+        super().__init__(updater, is_last, is_ready)
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[Subgroup, AheadUpdate] = {}
@@ -202,9 +207,9 @@ class CommittedUpdates(BackwardOverlap):
         predicted = self._prediction.predicted
         done, valid = self._done, []
         for ahead_update in done.values():
-            if all(
-                scalings.get(id(parameter)) == predicted for parameter in ahead_update.parameters()
-            ) and ahead_update.may_be_valid(self._updater.group_of(ahead_update.subgroup)):
+            as_expected = [scalings.get(id(p)) == predicted for p in ahead_update.parameters()]
+            group = self._updater.group_at(ahead_update.subgroup.group_index)
+            if all(as_expected) and ahead_update.may_be_valid(group):
                 valid.append(ahead_update)
             else:
                 self._updater.drop(ahead_update)
@@ -218,6 +223,9 @@ class CommittedUpdates(BackwardOverlap):
         self._done = {}
         self.reset()
         return valid
+
+    def states_replaced(self) -> None:
+        """Nothing: `finish` finds that updates have used others."""
 
     def _scaling(self, key: int) -> EditHistory | None:
         """The scaling of a gradient since backward; None for any other change."""
@@ -240,17 +248,21 @@ class EagerUpdates(BackwardOverlap):
     """``overlap: eager``: weights change as soon as their gradients are complete."""
 
     def __init__(
-        self, updater: Updater, is_last: Callable[[], bool], is_planned: Callable[[], bool]
+        self, updater: Updater, is_last: Callable[[], bool], is_ready: Callable[[], bool]
     ) -> None:
-        super().__init__(updater, is_last, is_planned)
+        super().__init__(updater, is_last, is_ready)
         #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
         self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
         # Parameters of which some slices are updated. If streamed, they are written once, when all
         # slices have been: gradients of the other parameters of a subgroup may come much later.
         self._begun: set[torch.Tensor] = set()
         #: Whether a backward has updated weights and no step() has followed, and whether states
-        #: were loaded meanwhile.
+        #: were replaced meanwhile.
         self._unstepped = self._states_replaced = False
+        # Of this backward: what stands for the gradients that were taken, by parameter id, and the
+        # settings of the groups, by index, with which weights were updated.
+        self._taken: dict[int, GradientBacking] = {}
+        self._settings: dict[int, dict[str, Any]] = {}
 
     def _begin_backward(self) -> None:
         self._states_replaced = False
@@ -260,12 +272,16 @@ class EagerUpdates(BackwardOverlap):
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
         self._gradients.update(dict.fromkeys(self._subgroups_of[id(parameter)], gradient))
         what = f"a parameter of shape {tuple(parameter.shape)}"
-        return OffloadedGradient.of(ConsumedGradient(what), gradient)
+        offloaded = OffloadedGradient.of(ConsumedGradient(what), gradient)
+        self._taken[id(parameter)] = offloaded.backing
+        return offloaded
 
     def _update(self, subgroup: Subgroup) -> None:
         ready = sorted(subgroup.ready)
         gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
+        if (group := subgroup.group_index) not in self._settings:
+            self._settings[group] = hyper_parameters(self._updater.group_at(group))
         self._hold_begun([subgroup.slices[index] for index in ready])
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
@@ -280,15 +296,17 @@ class EagerUpdates(BackwardOverlap):
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit.
 
-        Raises `OffloadError` if states were loaded since some of them were used.
+        Raises `OffloadError` if what `step()` would have used differs from what was used.
         """
-        if self._states_replaced:
+        changed = self._changed()
+        if changed is not None:
             self._states_replaced = self._unstepped = False
+            self.reset()
             raise OffloadError(
-                "with optimizer.overlap: eager states were loaded between a backward pass and its "
-                "step(). Its gradients have updated weights with the states before, so that the "
-                "weights are not those of any step: load the checkpoint again, weights and states, "
-                "and run backward after that, or use optimizer.overlap: commit."
+                f"with optimizer.overlap: eager weights are updated during backward, before "
+                f"{changed}. So the weights are not those of any step: go on from the last "
+                f"checkpoint, and change nothing between backward and step(), or use "
+                f"optimizer.overlap: commit."
             )
         while self._waiting:
             self._prefetch_upcoming()
@@ -300,6 +318,27 @@ class EagerUpdates(BackwardOverlap):
         self._unstepped = False
         return []
 
+    def _changed(self) -> str | None:
+        """What was changed since weights were updated, if anything."""
+        if self._states_replaced:
+            return "states of the optimizer were replaced"
+        for index, settings in self._settings.items():
+            if not same_settings(settings, hyper_parameters(self._updater.group_at(index))):
+                return "settings of a parameter group were changed"
+        if self._settings and not self._is_ready():
+            return "parameters were added to a group or taken from it"
+        for subgroup in self._order:
+            for parameter in {each.parameter for each in subgroup.slices}:
+                gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+                backing = gradient.backing if isinstance(gradient, OffloadedGradient) else None
+                consumed = backing is not None and backing.is_consumed
+                taken = self._taken.get(id(parameter))
+                if taken is not None and not (consumed and backing is taken):
+                    return "a gradient was replaced, cleared or changed"
+                if taken is None and consumed:
+                    return "step() was called again with a gradient that it has used"
+        return None
+
     def gradients_cleared(self) -> None:
         """Raise `OffloadError` if no `step()` has followed an update of weights."""
         self._states_replaced = False
@@ -307,9 +346,8 @@ class EagerUpdates(BackwardOverlap):
         self._check_stepped()
 
     def states_replaced(self) -> None:
-        """Drop what is left of a pass whose other gradients were used: `step()` will refuse."""
+        """Note it if the states before were used, or will be: `step()` will refuse."""
         self._states_replaced = self._unstepped or bool(self._gradients)
-        self.reset()
 
     def _check_stepped(self) -> None:
         if self._unstepped:
@@ -325,6 +363,8 @@ class EagerUpdates(BackwardOverlap):
 
     def _drop_all(self) -> None:
         self._gradients.clear()
+        self._taken.clear()
+        self._settings.clear()
         while self._begun:
             self._updater.weights.residency.set_held(self._begun.pop(), False)
         super()._drop_all()

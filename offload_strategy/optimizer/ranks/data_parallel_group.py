@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.ranks.rank_directory import RankDirectory
-from offload_strategy.optimizer.states.subgroups import StateSet
 from offload_strategy.torch_support.dtensors import fsdp_groups, is_sharded
 
 #: How long ranks wait for each other to begin what all of them have to do.
@@ -137,11 +136,6 @@ class DataParallelGroup:
         found = [torch.empty_like(own) for _ in range(self.size)]
         self.wait(dist.all_gather(found, own, self.process_group, async_op=True))
         return [each.cpu() for each in found]
-
-    def broadcast_metadata(self, value: StateSet, owner: int) -> StateSet:
-        """The owner's metadata of states, which are small, on all ranks."""
-        found: StateSet = self.gather(value if self.rank == owner else None)[owner]
-        return found
 
     def barrier(self, call: str) -> None:
         """Wait for a limited time for the other ranks, which have to make the user's `call` too."""

@@ -254,5 +254,7 @@ def _reserved(
 
 def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
     """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
-    metadata = subgroup.states.metadata()
-    return metadata if group is None else group.broadcast_metadata(metadata, subgroup.owner)
+    metadata, owner = subgroup.states.metadata(), subgroup.owner
+    if group is not None:
+        metadata = group.gather(metadata if group.rank == owner else None)[owner]
+    return metadata

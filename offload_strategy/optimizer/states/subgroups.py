@@ -8,7 +8,7 @@ differently where they meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -361,23 +361,21 @@ def _fits(state: object, view: torch.Tensor, stored: StoredState) -> bool:
 # ---------------------------------------------------------------------- planning
 def plan_subgroups(
     optimizer: Optimizer,
-    planned: Collection[int],
     size: Callable[[int], int],
     is_elementwise: Callable[[int], bool],
 ) -> Iterator[Subgroup]:
     """Divide parameters into subgroups, last registered first.
 
     That is about the order in which backward completes gradients, so the first update can begin
-    early. `planned` has the ids of parameters that already have a subgroup; `size` gives the
-    maximum number of elements of a subgroup for the number of all elements; `is_elementwise` tells
-    whether parameters of the group of this index may be sliced: others may exceed the maximum.
+    early. `size` gives the maximum number of elements of a subgroup for the number of all elements;
+    `is_elementwise` tells, by index, which groups' parameters may be sliced: others may exceed it.
     """
     groups = optimizer.param_groups
     limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))
     for group_index in reversed(range(len(groups))):
         slices: list[ParameterSlice] = []
         for parameter in reversed(groups[group_index]["params"]):
-            if id(parameter) in planned or is_lazy(parameter):
+            if is_lazy(parameter):
                 continue
             if local_tensor(parameter).numel() > limit and is_elementwise(group_index):
                 slices += slice_parameter(parameter, limit)

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
@@ -61,8 +62,8 @@ def run_update(
     foreach or fused), same bits. States that are empty are filled.
     """
     copy = copy_with_parameters(optimizer, group, parameters, states)
-    watch = Watch(copy)
-    unhooked_step(type(optimizer))(copy)
+    watch, step = Watch(copy), unhooked_step(type(optimizer))
+    (torch.compiler.disable(step) if _is_compiling() else step)(copy)
     drawn = watch.has_drawn()
     for parameter, state in zip(parameters, states, strict=True):
         updated = copy.state[parameter]
@@ -72,6 +73,20 @@ def run_update(
     is_watched = _false_alarms.get(optimizer, 0) < _MOST_FALSE_ALARMS
     if drawn and is_watched and _draws_random_numbers(optimizer, group, parameters, states):
         raise UnfitUpdateError("draws random numbers, which subgroups would draw in another order")
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile would compile what is called from here, as after a graph break."""
+    return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def refuse_compilation() -> None:
+    """Raise `OffloadError` if `step()` is called from what torch.compile compiles."""
+    if _is_compiling():
+        raise OffloadError(
+            "optimizer.step() is called from what torch.compile compiles, where updates of "
+            "subgroups round differently: call step() outside, or set optimizer.enabled: false."
+        )
 
 
 def _draws_random_numbers(
@@ -119,6 +134,7 @@ def _copies(
 ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
     copies = [parameter.detach().clone() for parameter in parameters]
     for copy, parameter in zip(copies, parameters, strict=True):
+        copy.grad_dtype = parameter.grad_dtype
         copy.grad = None if parameter.grad is None else parameter.grad.clone()
     return copies, [rebuild_wrappers(state) for state in StateSet(list(states)).small_copies()]
 
@@ -236,8 +252,8 @@ def update_in_chunks(
         begin = 0
         for index, param_slice in chunk:
             parameter, gradient = param_slice.values, weights[index].grad
-            if param_slice.rows is not None:
-                assert gradient is not None
+            if param_slice.rows is not None and gradient is not None:
+                parameter.grad_dtype = gradient.dtype
                 parameter.grad = param_slice.of(gradient)
             state = param_slice.slice_state(states[index])
             for name in upcast[index]:

@@ -35,7 +35,7 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(pair_of, rig, zeroing, monke
         forbid_loading(pair.offloaded, patch)
         zeroing(with_gradient(pair.offloaded))
     zeroing(with_gradient(pair.plain))
-    assert rig.store.live_tickets == 0
+    assert rig.store.registry.live == 0
     assert pair.edited
     pair.check()
     for act in (lambda g: g.mul_(torch.inf), lambda g: g.fill_(2), lambda g: g[1]):
@@ -63,18 +63,18 @@ def test_nothing_is_left_when_it_is_gone(pair_of, rig):
         alias = parameter.grad.data
         parameter.grad = None
         assert reference() is None
-        live = rig.store.live_tickets
+        live = rig.store.registry.live
         assert alias.sum().item() == gradient().sum().item()
         del alias
-        assert rig.store.live_tickets == 0
+        assert rig.store.registry.live == 0
         reference = give()
-        assert rig.store.live_tickets == live
+        assert rig.store.registry.live == live
         parameter.grad = torch.ones_like(parameter)
         assert reference() is None
-        assert rig.store.live_tickets == 0
+        assert rig.store.registry.live == 0
         give()
         parameter.grad.add_(1)  # what is pinned needs no ticket
-        assert rig.store.live_tickets == 0
+        assert rig.store.registry.live == 0
     finally:
         gc.enable()
 
