@@ -118,7 +118,7 @@ class SharedFiles:
 
         Raises StorageError if they could not be written.
         """
-        self._store.wait_for_writes()
+        self._store.wait_for_writes(ticket)
         entry = ticket.entry
         stripes = []
         for stripe in entry.stripes:

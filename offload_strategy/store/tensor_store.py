@@ -253,9 +253,11 @@ class TensorStore:
         self._collect()
         self.pool.pass_begins()
 
-    def wait_for_writes(self) -> None:
-        """Wait until all writes have ended; raise StorageError if one failed."""
-        while self.registry.writing_bytes and not self.registry.closed:
+    def wait_for_writes(self, of: Ticket | None = None) -> None:
+        """Wait until all writes, or that `of` a ticket, have ended; StorageError if one failed."""
+        if of is not None and of.state is TicketState.WRITING and (move := of.entry.move):
+            self._reader.wait(of.entry, move)
+        while of is None and self.registry.writing_bytes and not self.registry.closed:
             self.registry.pause()
         self._collect()
         self._check_usable()

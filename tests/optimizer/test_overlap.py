@@ -114,7 +114,7 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         assert all(p.grad is None for p in run.model.parameters())
 
 
-def _swap_learning_rates(run, state):
+def _double_the_learning_rate(run, state):
     run.optimizer.param_groups[0]["lr"] *= 2
 
 
@@ -139,7 +139,7 @@ LATE_CHANGES = {
         "states of the",
     ),
     "a state changed in place": (_reset_a_state, "states of the"),
-    "a setting": (_swap_learning_rates, "settings of a parameter group"),
+    "a setting": (_double_the_learning_rate, "settings of a parameter group"),
     "another group": (_move_to_a_group, "added to a group or taken from it"),
     "no gradient": (
         lambda run, state: setattr(run.model.first.weight, "grad", None),

@@ -33,9 +33,8 @@ def operators(*names: str) -> frozenset[OpOverload]:
 
 UNSCALE: OpOverload = aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALES_ONE = operators("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar")
-_SCALES_LISTS = operators(
-    *("_foreach_mul_.Scalar", "_foreach_mul_.Tensor"),
-    *("_foreach_div_.Scalar", "_foreach_div_.Tensor"),
+_SCALES_LISTS = {UNSCALE} | operators(
+    "_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_div_.Scalar", "_foreach_div_.Tensor"
 )
 #: Recorded operators whose first argument is the gradient.
 FOR_ONE = _SCALES_ONE | operators(
@@ -43,13 +42,9 @@ FOR_ONE = _SCALES_ONE | operators(
     *("clamp_max_.default", "clamp_max_.Tensor"),
 )
 #: Recorded operators whose first argument is a list of gradients.
-FOR_LISTS = (
-    _SCALES_LISTS
-    | {UNSCALE}
-    | operators("_foreach_clamp_min_.Scalar", "_foreach_clamp_max_.Scalar")
-)
+FOR_LISTS = _SCALES_LISTS | operators("_foreach_clamp_min_.Scalar", "_foreach_clamp_max_.Scalar")
 #: Operators that change nothing if their factor, or divisor, is one.
-_SCALES = _SCALES_ONE | _SCALES_LISTS | {UNSCALE}
+_SCALES = _SCALES_ONE | _SCALES_LISTS
 
 #: Dtypes of gradients whose edits are recorded.
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
