@@ -1,10 +1,11 @@
 """Process entry: one training for the whole time, and others beside it, with samples of it all.
 
 Every ten seconds a line of JSON is added to a file: memory, open files, threads, disk, objects and
-the time of a step. A twin trains the same with plain PyTorch, in turn: its losses must be the same,
-and what changes the time of both is the machine's. Between their steps, engines are opened over
-other models, train a few steps with what goes wrong, and are closed; the same few runs come again
-and again, so that whatever is kept of one of them adds up.
+the time of a step. In turn with it the same is trained by plain PyTorch, with which its losses must
+agree, and by a young process (`young`), which goes on from its checkpoint and is replaced every few
+minutes: what changes the time of a step in both is the machine's. Between their steps, engines are
+opened over other models, train a few steps with what goes wrong, and are closed; the same few runs
+come again and again, so that whatever is kept of one of them adds up.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import json
-import logging
 import operator
 import os
 import signal
@@ -23,19 +24,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from benchmarks.machine import fix_allocator
 from benchmarks.soak.report import SAMPLE_SECONDS, SERIES
 from benchmarks.soak.runs import WITHIN_A_PROCESS, Run, drawn
 from benchmarks.soak.training import Training, train
-from offload_strategy.telemetry import recorder
+from benchmarks.soak.young import YoungProcess, prepare, timed_step
 
 #: Seconds of rest for each second of CPU time, so that other work on the machine goes on.
 _REST = 2.0
@@ -43,12 +42,11 @@ _REST = 2.0
 _ASIDE_SECONDS, _ASIDES = 8.0, 20
 #: Steps between two checkpoints, each of which replaces the one before.
 _EVERY = 40
+#: Seconds after which, at the next checkpoint, another young process begins.
+_YOUNG_SECONDS = 200.0
 
 #: How long a sample waits at most for threads that end by themselves.
 _THREADS_END_SECONDS = 5.0
-
-#: Instead of 65,536, which would take the first half hour to fill.
-KEPT_RECORDS = 4096
 
 #: A GPT-2 of 5.8 million parameters: everything of it leaves.
 MAIN = Run(
@@ -79,15 +77,9 @@ def aside(number: int) -> Run:
 def main() -> None:
     """Train until the time is over or the parent has ended; options are JSON."""
     options = json.loads(sys.argv[1])
-    faulthandler.enable()
+    prepare()
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    fix_allocator()
-    logging.getLogger("offload_strategy").setLevel(logging.ERROR)
     parent = os.getppid()
-    # An engine keeps records of its last transfers and stalls for `export_trace`. Their number is
-    # limited; with a low limit it is reached within the warm-up.
-    recorder._KEPT_RECORDS = KEPT_RECORDS
     with tempfile.TemporaryDirectory(prefix="soak-long-", dir=options["directory"]) as place:
         maps = Path(options["maps"]) if options["maps"] else None
         process = _LongProcess(Path(place), Path(options["file"]), maps)
@@ -107,25 +99,39 @@ class _LongProcess:
         self._training = Training(MAIN, [self._tier], self._folder)
         self._twin = Training(MAIN)
         self._number = self._asides = 0
-        #: Seconds by the clock and of the processor, of steps of the training and of its twin.
+        self._training.save()
+        self._young = YoungProcess(MAIN, self._folder, place.parent)
+        self._young_since = time.monotonic()
+        #: Seconds by the clock and of the processor, of steps of the training and the young one.
         self._seconds: list[tuple[tuple[float, float], tuple[float, float]]] = []
         self._sampled = self._aside_at = time.monotonic()
         self._plain: dict[int, dict[str, Any]] = {}
         self._process = psutil.Process()
 
     def turn(self) -> None:
-        """One step of both, and what is due after it."""
+        """One step of all three, and what is due after it."""
         begin = time.process_time()
-        both = (self._training, self._twin)
-        timed = {each: self._timed_step(each) for each in both[:: -1 if self._number % 2 else 1]}
-        self._seconds.append((timed[self._training], timed[self._twin]))
+        steps: dict[str, Callable[[int], Any]] = {
+            "young": self._young.step,
+            "plain": self._twin.step,
+            "ours": functools.partial(timed_step, self._training),
+        }
+        order = list(steps)[:: -1 if self._number % 2 else 1]
+        done = {name: steps[name](self._number) for name in order}
+        young, loss = done["young"]
+        self._seconds.append((done["ours"], young))
         assert self._training.losses == self._twin.losses, f"step {self._number}: another loss"
+        assert self._training.losses[-1] == loss, f"step {self._number}: the young process differs"
         self._number += 1
         if self._number % _EVERY == 0:
             self._training.save()
             self._training.losses.clear()
             self._twin.losses.clear()
-        time.sleep(_REST * (time.process_time() - begin))
+            if time.monotonic() - self._young_since > _YOUNG_SECONDS:
+                self._young.end()
+                self._young = YoungProcess(MAIN, self._folder, self._place.parent)
+                self._young_since = time.monotonic()
+        time.sleep(_REST * (time.process_time() - begin + young[1]))
         if time.monotonic() - self._aside_at > _ASIDE_SECONDS:
             self._run_aside()
             self._aside_at = time.monotonic()
@@ -134,13 +140,9 @@ class _LongProcess:
             self._write({"samples": self._sample()})
             self._seconds.clear()
 
-    def _timed_step(self, training: Training) -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        training.step(self._number)
-        return time.perf_counter() - wall, time.process_time() - cpu
-
     def end(self) -> None:
         """Close, and look whether anything is left."""
+        self._young.end()
         self._training.end()
         left = [str(path) for path in self._tier.rglob("*")]
         self._write({"ended": time.time(), "steps": self._number, "left": left})
@@ -190,9 +192,9 @@ class _LongProcess:
         if self._maps is not None:
             self._keep_map(self._maps / f"{time.time():.0f}", metrics)
         mib = 2.0**20
-        ours, plain = (zip(*each, strict=True) for each in zip(*self._seconds, strict=True))
-        (wall, cpu), (plain_wall, plain_cpu) = ours, plain
-        relative = ((wall, plain_wall), (cpu, plain_cpu))
+        ours, young = (zip(*each, strict=True) for each in zip(*self._seconds, strict=True))
+        (wall, cpu), (young_wall, young_cpu) = ours, young
+        relative = ((wall, young_wall), (cpu, young_cpu))
         values = (
             self._process.memory_info().rss / mib,
             _anonymous_bytes() / mib,
@@ -202,7 +204,7 @@ class _LongProcess:
             named / mib,
             used / mib,
             len(gc.get_objects()),
-            *(1e3 * statistics.median(each) for each in (wall, plain_wall, cpu, plain_cpu)),
+            *(1e3 * statistics.median(each) for each in (wall, young_wall, cpu, young_cpu)),
             *(statistics.median(map(operator.truediv, *pair)) for pair in relative),
         )
         return dict(zip(SERIES, values, strict=True))

@@ -24,11 +24,11 @@ SERIES = {
     "disk, used by the tier": "MiB",
     "Python objects": "objects",
     "step, wall time": "ms",
-    "plain step, wall time": "ms",
+    "young process's step, wall time": "ms",
     "step, CPU time": "ms",
-    "plain step, CPU time": "ms",
-    "step, wall time of plain": "times",
-    "step, CPU time of plain": "times",
+    "young process's step, CPU time": "ms",
+    "step, wall time of the young one's": "times",
+    "step, CPU time of the young one's": "times",
 }
 SAMPLE_SECONDS = 10.0
 #: Samples of a series in the JSON file.
