@@ -225,8 +225,6 @@ class Writer(StorePart):
             else:
                 if move.error is not None:
                     self.failure = self.failure or reports.failed(entry, move)
-                    # It may have come up on the thread that trains, whose frames have tensors.
-                    move.error.__traceback__ = None
                 entry.state = TicketState.IN_MEMORY
                 registry.forget(entry)
         registry.free_dropped()

@@ -106,6 +106,32 @@ def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monk
         train()
 
 
+def test_of_a_write_that_fails_on_two_paths_no_error_keeps_the_frames_that_wrote(
+    make_rig, monkeypatch
+):
+    rig, used = make_rig(paths=2, block_size=2 * MiB), []
+
+    def submit(requests):
+        rig.backends[0].complete(error=BROKEN)
+        raise RuntimeError("can't start new thread")
+
+    def train():
+        local = noise(PAGE)
+        used.append(weakref.ref(local))
+        rig.put(rig.store.borrow("activations", 8 * MiB))
+
+    monkeypatch.setattr(rig.backends[1], "submit", submit)
+    # The thread that has seen the first error is about to cancel the rest.
+    monkeypatch.setattr(rig.queues[1], "cancel", lambda part: None)
+    gc.disable()
+    try:
+        train()
+        rig.complete()
+        assert used[0]() is None
+    finally:
+        gc.enable()
+
+
 # ---------------------------------------------------------------------- loading
 def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig, monkeypatch):
     rig = make_rig(block_size=PAGE)

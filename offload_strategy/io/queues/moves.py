@@ -139,6 +139,10 @@ class Move:
         return " and ".join(str(queue.path) for queue, part in self._parts if not part.is_over)
 
     def _part_ended(self, part: StripeMove) -> None:
+        if part.error is not None and self.direction is Direction.WRITE:
+            # Nobody waits for it here, and it may have come up on the thread that trains, whose
+            # frames have tensors.
+            part.error.__traceback__ = None
         with self._lock:
             self._parts_left -= 1
             last = self._parts_left == 0
