@@ -105,14 +105,13 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
-        kind = getattr(file_system_of(path), "kind", "unknown")
         with _backend(options.backend, options.threads, options.block_size) as backend:
             show = bar.part(part, f"{path}: write, read")
             rates = probe(
                 region, backend, seconds=options.seconds, nbytes=options.size, on_progress=show
             )
             result |= {
-                "file_system": "block device" if is_device else kind,
+                "file_system": "block device" if is_device else file_system_of(path).kind,
                 "direct": region.direct,
                 **_per_second(rates),
                 "written_bytes": rates[Direction.WRITE].nbytes,

@@ -1,27 +1,38 @@
-"""`ssd-offload doctor`: checks whether training would work here, and what could be better."""
+"""`ssd-offload doctor`: checks whether training would work here, and what could be better.
+
+`machine_checks` has the checks of the machine. Those of paths are here; nothing remains on a path.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
+import os
 import platform
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
-from offload_strategy.cli import machine_checks, path_checks
-from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
+from offload_strategy.cli import machine_checks
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check, refused
 from offload_strategy.cli.options import Command, Option
 from offload_strategy.config import OffloadConfig
-from offload_strategy.config.directories import local_processes
-from offload_strategy.errors import ConfigError
+from offload_strategy.config.directories import FileSystem, file_system_of, local_processes
+from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.io.backends.protocol import available_backends
+from offload_strategy.io.regions.directory_check import check_capacities
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import format_size
 
 _ABOUT = (
     "Check whether training with offload works here, and what to do if not. Exit status 1 if it "
@@ -103,12 +114,94 @@ def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
     if named:
         places = [("doctor", Path(path), None, False) for path in named]
     for tier, path, capacity, overwrite in places:
-        yield from path_checks.check_path(path, tier, capacity, config.io.direct, overwrite)
+        yield from check_path(path, tier, capacity, config.io.direct, overwrite)
     if not named:
-        yield from path_checks.check_together([place[:3] for place in places])
-    yield from path_checks.check_devices(path for _, path, *_ in places)
+        try:
+            check_capacities([place[:3] for place in places])  # of all local processes together
+        except OffloadError as error:
+            yield refused("capacities", error)
+    yield from check_devices(path for _, path, *_ in places)
 
 
+# ---------------------------------------------------------------------- paths
+def check_path(
+    path: Path,
+    tier: str,
+    capacity: int | None = None,
+    direct: bool | Literal["auto"] = "auto",
+    overwrite: bool = False,
+) -> Iterator[Check]:
+    """Check a directory or raw block device by opening it as a tier of that name does."""
+    logger = logging.getLogger("offload_strategy.io")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # a region logs what the checks say
+    try:
+        region = Region(path, tier, capacity, direct, overwrite=overwrite)
+        region.close()
+    except OffloadError as error:
+        yield refused(f"{path}", error)
+        return
+    finally:
+        logger.setLevel(level)
+    if path.is_block_device():
+        yield Check(f"{path}: device", OK, "a raw block device that carries no data")
+    else:
+        yield check_file_system(path, file_system_of(path))
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600))
+            named = "O_TMPFILE works: no file ever has a name"
+        except (AttributeError, OSError):  # the region could make one in another way
+            named = "there is no O_TMPFILE: a file is made and loses its name at once"
+        yield Check(f"{path}: unnamed files", OK, named)
+    name = f"{path}: direct I/O"
+    if region.direct or direct is False:
+        yield Check(name, OK, "works" if region.direct else "switched off by io.direct: false")
+    else:
+        found = "is not available: bytes pass through the page cache, which costs memory and CPU"
+        advice = "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false"
+        yield Check(name, WARNING, found, advice)
+    yield Check(f"{path}: space", OK, f"{format_size(region.capacity)} can be used")
+
+
+def check_file_system(path: Path, system: FileSystem) -> Check:
+    """Check whether the file system is suitable for offloading."""
+    name = f"{path}: file system"
+    if system.is_memory:
+        found = "in main memory: what is written there still takes memory"
+        advice = "name a directory on a disk"
+    elif system.is_network:
+        found = "on other machines: its speed depends on the network and on others"
+        advice = (
+            "prefer a local disk, or add one as a further path; measure both: ssd-offload bench"
+        )
+    elif system.kind == "overlay":
+        found = "a container's own layer: slow, and often small"
+        advice = "mount a volume of the host's disk into the container and name that"
+    elif system.rotational:
+        found = "on a spinning disk"
+        advice = "use an SSD; if it is one after all, ssd-offload bench tells its speed"
+    else:
+        return Check(name, OK, system.kind)
+    return Check(name, WARNING, f"{system.kind}, {found}", advice)
+
+
+def check_devices(paths: Iterable[Path]) -> Iterator[Check]:
+    """Check whether several paths share the bandwidth and the space of one device."""
+    groups: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            groups[status.st_rdev if path.is_block_device() else status.st_dev].append(path)
+    for group in groups.values():
+        if len(group) > 1:
+            found = (
+                f"{', '.join(map(str, group))} lie on one file system: together they are no "
+                "faster than one, and share its free space"
+            )
+            yield Check("paths", WARNING, found, "name one path for each device")
+
+
+# ---------------------------------------------------------------------- the report
 def _print(report: Sequence[Check]) -> None:
     width = max(40, shutil.get_terminal_size((100, 24)).columns)
     indent = " " * 9

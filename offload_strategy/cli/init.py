@@ -84,11 +84,13 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
     found = f"{device}, {format_size(memory)} of free memory, {len(paths)} drive(s)"
     drives = []
     for one in paths:
-        kind = getattr(file_system_of(one.name), "kind", "unknown")
         rates = f"{one.write / 1e9:.3g} GB/s written, {one.read / 1e9:.3g} GB/s read"
         free = f"{format_size(one.capacity_bytes)} free"
         quoted = one.name.replace("'", "''")
-        drives += [f"# {kind}, {free}, {rates} ({one.sources['read']})", f"- '{quoted}'"]
+        drives += [
+            f"# {file_system_of(one.name).kind}, {free}, {rates} ({one.sources['read']})",
+            f"- '{quoted}'",
+        ]
     host = f"- {{name: host, kind: dram, capacity: {_gib(_HOST_SHARE * memory)}}}\n    "
     template = resources.files("offload_strategy.configs").joinpath("accelerate/machine.yaml")
     text = Template(template.read_text(encoding="utf-8")).substitute(

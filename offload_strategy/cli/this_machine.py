@@ -69,7 +69,7 @@ def usual_directories() -> list[Path]:
 
 def _is_suitable(path: Path) -> bool:
     system = file_system_of(path)
-    if system is None or system.is_memory or system.is_network or system.rotational:
+    if system.is_memory or system.is_network or system.rotational:
         return False
     free_bytes = psutil.disk_usage(str(path)).free
     return path.is_dir() and os.access(path, os.W_OK) and free_bytes >= _LEAST_FREE_BYTES

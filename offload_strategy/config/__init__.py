@@ -6,7 +6,6 @@ line can check a file in a moment.
 
 from offload_strategy.config.directories import DIRECTORY_VARIABLE as DIRECTORY_VARIABLE
 from offload_strategy.config.directories import default_directory as default_directory
-from offload_strategy.config.directories import is_memory_filesystem as is_memory_filesystem
 from offload_strategy.config.schema import ActivationsConfig as ActivationsConfig
 from offload_strategy.config.schema import Client as Client
 from offload_strategy.config.schema import ConfigSource as ConfigSource

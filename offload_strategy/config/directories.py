@@ -34,7 +34,7 @@ def default_directory() -> Path:
         except ValueError as error:
             raise ConfigError(f"${DIRECTORY_VARIABLE}: {error}") from None
     directory, fallback = Path(tempfile.gettempdir()), Path("/var/tmp")
-    return fallback if is_memory_filesystem(directory) and fallback.is_dir() else directory
+    return fallback if file_system_of(directory).is_memory and fallback.is_dir() else directory
 
 
 def local_processes() -> int:
@@ -73,21 +73,15 @@ class FileSystem:
         return self.kind in _IN_MEMORY
 
 
-def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
-    """Return the file system of a path, existing or not; None if the system does not tell."""
+def file_system_of(path: str | os.PathLike[str]) -> FileSystem:
+    """Return the file system of a path, existing or not; its kind may be "unknown"."""
     real = Path(os.path.realpath(path))
     mounts = [m for m in psutil.disk_partitions(all=True) if real.is_relative_to(m.mountpoint)]
     if not mounts:
-        return None
+        return FileSystem("unknown")
     # Of two mounts at one place the later hides the earlier.
     mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
     return FileSystem(mount.fstype, is_rotational(mount.mountpoint))
-
-
-def is_memory_filesystem(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path, existing or not, is in memory; False where that is unknown."""
-    system = file_system_of(path)
-    return system is not None and system.is_memory
 
 
 def is_rotational(

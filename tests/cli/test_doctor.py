@@ -1,6 +1,5 @@
 """`ssd-offload doctor`, and what each of its checks says of machines and paths."""
 
-import errno
 import json
 import logging
 import os
@@ -8,16 +7,14 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import psutil
 import pytest
 import torch
 
 from offload_strategy.cli import machine_checks as checks
-from offload_strategy.cli import path_checks
+from offload_strategy.cli.doctor import check_devices, check_file_system, check_path
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
-from offload_strategy.cli.path_checks import check_devices, check_file_system, check_path
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem
 from offload_strategy.host_memory import memory_limits
@@ -102,8 +99,8 @@ def memory(total, available, limit=None, processes=1):
     return checks.check_memory(wanted, processes=processes, **machine)
 
 
-def file_system(*found, **more):
-    return check_file_system(Path("/mnt"), FileSystem(*found, **more) if found else None)
+def file_system(kind, **more):
+    return check_file_system(Path("/mnt"), FileSystem(kind, **more))
 
 
 AVAILABLE = {"posix": None, "kvikio": "no NVIDIA driver"}
@@ -139,7 +136,7 @@ AVAILABLE = {"posix": None, "kvikio": "no NVIDIA driver"}
         (file_system("lustre"), WARNING, "other machines"),
         (file_system("tmpfs"), WARNING, "main memory"),
         (file_system("overlay"), WARNING, "container"),
-        (file_system(), OK, "unknown"),
+        (file_system("unknown"), OK, "unknown"),
     ],
     ids=lambda value: value.name if isinstance(value, Check) else None,
 )
@@ -273,32 +270,23 @@ def test_a_directory_is_looked_at_in_every_respect_and_nothing_is_logged(disk, c
     assert caplog.records == []
 
 
-def test_unnamed_files_may_be_unknown_but_a_directory_must_take_files(disk, monkeypatch):
-    def answers(code):
-        error = OSError(code, os.strerror(code))
-        with mock.patch.object(path_checks.os, "open", side_effect=error):
-            return path_checks._check_unnamed_files(disk)
-
-    for code in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-        assert answers(code).status == OK
-    for code in (errno.EACCES, errno.ENOSPC, errno.EROFS):
-        found = answers(code)
-        assert (found.status, found.advice) == (PROBLEM, "check the mount")
-        assert os.strerror(code) in found.found
+def test_unnamed_files_may_be_unknown(disk, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    found = path_checks._check_unnamed_files(disk)
-    assert (found.status, found.found.split(":")[0]) == (OK, "this system has none")
+    found = [*check_path(disk, "nvme")][1]
+    assert (found.name, found.status) == (f"{disk}: unnamed files", OK)
+    assert "a file is made and loses its name at once" in found.found
 
 
-def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
+def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk, doctor):
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
     assert (found.status, found.advice[:18]) == (PROBLEM, "Lower the capacity")
     capacity = shutil.disk_usage(disk).free * 2 // 3
-    tiers = [("a", disk, capacity), ("b", disk, capacity)]
-    assert [*path_checks.check_together(tiers[:1])] == []
-    (found,) = path_checks.check_together(tiers)
-    assert (found.name, found.status) == ("capacities", PROBLEM)
-    assert "Free some space" in found.advice
+    tier = {"kind": "ssd", "path": str(disk), "capacity": capacity}
+    tiers = [{"name": name, **tier} for name in ("a", "b")]
+    assert "capacities" not in doctor("--json", config=config(tiers=tiers[:1]))
+    found = doctor("--json", status=1, config=config(tiers=tiers))["capacities"]
+    assert found["status"] == "problem"
+    assert "Free some space" in found["advice"]
 
 
 def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):

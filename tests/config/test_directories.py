@@ -14,7 +14,6 @@ from offload_strategy.config import (
     TierConfig,
     default_directory,
     directories,
-    is_memory_filesystem,
 )
 from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from tests.io.loop_devices import loop_disk
@@ -121,7 +120,7 @@ def test_the_mount_is_the_innermost_and_latest(path, kind, monkeypatch):
     found = file_system_of(path)
     assert (found.kind, found.is_network) == (kind, kind == "nfs4")
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
-    assert file_system_of(path) is None
+    assert file_system_of(path) == FileSystem("unknown")
 
 
 def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp_path):
@@ -130,7 +129,7 @@ def test_a_real_mount_is_found_through_a_link_and_for_what_is_yet_to_be_made(tmp
         link.symlink_to(disk.directory)
         assert file_system_of(link / "not" / "there") == FileSystem("ext4", rotational=None)
     if ("/dev/shm", "tmpfs") in {m[1:3] for m in psutil.disk_partitions(all=True)}:
-        assert is_memory_filesystem("/dev/shm/not/yet/there")
+        assert file_system_of("/dev/shm/not/yet/there").is_memory
 
 
 @pytest.mark.parametrize(

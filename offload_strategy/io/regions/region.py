@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from offload_strategy.config import is_memory_filesystem
+from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.host_memory.arena import FreeRanges
 from offload_strategy.io.regions import block_devices
@@ -195,7 +195,7 @@ class Region:
                 f"({format_size(free)}): {format_size(RESERVE_BYTES)} are reserved "
                 f"for others. Free some, or name another directory."
             )
-        if is_memory_filesystem(self.path):
+        if file_system_of(self.path).is_memory:
             logger.warning(
                 f"tier {self.tier!r}: {self.path} is a file system in main memory: what is written "
                 f"there still uses host memory. Name a directory on a disk."
