@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def check_directory(path: Path, tier: str) -> Path:
             f"{where}: {str(path)!r} is not a directory. Name a directory on the disk to use; "
             f"this package creates and removes its own files there."
         )
-    if hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY:
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
         raise ConfigError(
             f"{where}: the file system of {str(path)!r} is mounted read-only. Remount it for "
             f"writing (the system's log shows whether a disk error made it so), or name another "
@@ -73,7 +73,7 @@ def check_directory(path: Path, tier: str) -> Path:
             f"{where}: the directory {str(path)!r} is not writable for this user. "
             f"Change its owner or mode, or name another."
         )
-    if hasattr(os, "geteuid") and (risk := _of_others(path)):
+    if risk := _of_others(path):
         raise ConfigError(
             f"{where}: the directory {str(path)!r} {risk}, and could exchange what this run uses "
             f"there. Make one that is yours alone, `mkdir -m 700 {path.resolve() / 'offload'}`, "
@@ -134,7 +134,7 @@ def check_capacities(
 
 def _check_file_system(number: int, here: list[tuple[str, Path, int | None]], started: int) -> None:
     asked = [
-        (name, capacity, 1 + sum(device == number for device in _devices_of_others(path, started)))
+        (name, capacity, _processes_on(number, path, started))
         for name, path, capacity in here
         if capacity is not None
     ]
@@ -166,25 +166,25 @@ def _check_file_system(number: int, here: list[tuple[str, Path, int | None]], st
     )
 
 
-def _devices_of_others(path: Path, processes: int) -> Iterator[int]:
-    """Yield the file systems of the same tier in the other processes of this machine.
+def _processes_on(number: int, path: Path, started: int) -> int:
+    """Return how many processes of this machine have the same tier on a file system.
 
     If $LOCAL_RANK is part of the path, their paths follow from ours: our rank, where it appears,
     becomes theirs. All processes share a path without our rank.
     """
-    rank = os.environ.get("LOCAL_RANK", "")
-    own = int(rank) if rank.isdecimal() and processes > 1 else 0
-    ours, text = path.stat().st_dev, str(path)
-    found = [match.span() for match in re.finditer(rf"(?<!\d){own}(?!\d)", text)]
-    for other in range(processes):
-        if other != own:
-            # Any of the numbers may be the rank, or all of them.
-            names = [text[:begin] + str(other) + text[end:] for begin, end in found]
-            names.append(re.sub(rf"(?<!\d){own}(?!\d)", str(other), text))
-            theirs = ours
-            for name in names if rank else ():
-                with suppress(OSError):
-                    theirs = os.stat(name).st_dev
-                if theirs != ours:
-                    break
-            yield theirs
+    rank, text = os.environ.get("LOCAL_RANK", ""), str(path)
+    if started == 1 or not rank.isdecimal():
+        return started
+    as_rank = re.compile(rf"(?<!\d){int(rank)}(?!\d)")
+    places = [match.span() for match in as_rank.finditer(text)]
+
+    def is_elsewhere(other: int) -> bool:
+        # Any of the numbers may be the rank, or all of them.
+        names = [f"{text[:begin]}{other}{text[end:]}" for begin, end in places]
+        for name in (*names, as_rank.sub(str(other), text)):
+            with suppress(OSError):
+                if os.stat(name).st_dev != number:
+                    return True
+        return False
+
+    return sum(other == int(rank) or not is_elsewhere(other) for other in range(started))
