@@ -60,7 +60,7 @@ def _bench(options: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     parts = 3 if options.sweep else 2
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
-    with _Bar("", parts * len(options.paths), delay=0, miniters=0, bar_format=form) as bar:
+    with Progress("", parts * len(options.paths), delay=0, miniters=0, bar_format=form) as bar:
         for number, path in enumerate(options.paths):
             results.append({"path": path, "error": None})
             try:
@@ -85,28 +85,20 @@ def _bench(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-class _Bar(Progress):
-    """Progress in units of work of which shares are done."""
-
-    def part(self, number: int, description: str) -> Callable[[float], None]:
-        """Start a unit of work; return a function to call with the share of it that is done."""
-        self.set_description_str(description)
-
-        def show(share: float) -> None:
-            self.update(number + share - self.n)
-
-        show(0)
-        return show
+def _begin(bar: Progress, part: int, description: str) -> Callable[[float], object]:
+    """Return a function to call with the share of a part of the work that is done."""
+    bar.set_description_str(description)
+    return lambda share: bar.update(part + share - bar.n)
 
 
-def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, part: int) -> None:
+def _measure(result: dict[str, Any], options: argparse.Namespace, bar: Progress, part: int) -> None:
     """Add the figures of a path to a result, as the report in JSON has them, phase by phase."""
     path = Path(result["path"])
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
         with _backend(options.backend, options.threads, options.block_size) as backend:
-            show = bar.part(part, f"{path}: write, read")
+            show = _begin(bar, part, f"{path}: write, read")
             rates = probe(
                 region, backend, seconds=options.seconds, nbytes=options.size, on_progress=show
             )
@@ -122,20 +114,21 @@ def _measure(result: dict[str, Any], options: argparse.Namespace, bar: _Bar, par
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
             observed = {way: one for way, one in load_rates(of).items() if one.source == "observed"}
             save_rates(of, {**rates, **observed})
-            show = bar.part(part + 1, f"{path}: latency")
+            show = _begin(bar, part + 1, f"{path}: latency")
             seconds = options.seconds / 2
             latencies = write_latencies(
                 region, backend, nbytes=_LATENCY_BYTES, seconds=seconds, on_progress=show
             )
+            latencies.sort()
         result["write_latency"] = {
             "bytes": _LATENCY_BYTES,
             "count": len(latencies),
             "median_seconds": statistics.median(latencies),
-            "p99_seconds": _percentile(latencies, 0.99),
+            "p99_seconds": latencies[math.ceil(0.99 * len(latencies)) - 1],
         }
         sweep = result["sweep"] = list[dict[str, Any]]()
         if options.sweep:
-            show = bar.part(part + 2, f"{path}: sweep")
+            show = _begin(bar, part + 2, f"{path}: sweep")
             seconds = min(options.seconds, _SWEEP_SECONDS)
             kinds = [*itertools.product(_SWEEP_THREADS, _SWEEP_BLOCKS)]
             for number, (threads, block) in enumerate(kinds, start=1):
@@ -151,11 +144,6 @@ def _backend(name: str, threads: int, block_size: int) -> contextlib.closing[Bac
 
 def _per_second(found: Rates) -> dict[str, float]:
     return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed (nearest rank)."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def _gigabytes(rates: dict[str, Any]) -> tuple[float, float]:

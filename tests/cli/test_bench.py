@@ -10,7 +10,6 @@ import pytest
 
 from offload_strategy import OffloadEngine, StorageError
 from offload_strategy.cli import bench
-from offload_strategy.cli.bench import _percentile
 from offload_strategy.cli.this_machine import known_path
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
@@ -50,6 +49,8 @@ def test_a_sweep_tries_threads_and_block_sizes(disk, ssd_offload):
 def test_two_paths_of_different_speed(tmp_path, ssd_offload, monkeypatch):
     backends = iter(SimulatedBackend(rate, rate, monkeypatch) for rate in (200 * MBps, 100 * MBps))
     monkeypatch.setattr(bench, "create_backend", lambda *_, **__: next(backends))
+    latencies = [float(n) for n in range(1000, 0, -1)]
+    monkeypatch.setattr(bench, "write_latencies", lambda *_, **__: latencies)
     size = 300 << 20
     with loop_disk(tmp_path / "fast", size) as fast, loop_disk(tmp_path / "slow", size) as slow:
         paths = [fast.directory, slow.directory]
@@ -61,6 +62,7 @@ def test_two_paths_of_different_speed(tmp_path, ssd_offload, monkeypatch):
     assert (report["threads"], report["block_size"]) == (3, 1 << 20)  # the config gives them
     for path, rate, share in zip(report["paths"], (2e8, 1e8), (2 / 3, 1 / 3), strict=True):
         assert path["file_system"] == "ext4"
+        assert path["write_latency"]["p99_seconds"] == 990
         rates = [path[f"{way}_bytes_per_second"] for way in ("write", "read")]
         assert [*rates, path["share"]] == pytest.approx([rate, rate, share])
 
@@ -135,20 +137,15 @@ def test_wrong_options_are_refused(words, said, ssd_offload):
     assert said in ssd_offload("bench", "/tmp", *words.split(), status=2).err
 
 
-def test_the_99th_percentile_is_a_value_that_was_seen():
-    assert _percentile([1.0], 0.99) == 1.0
-    assert _percentile([float(i) for i in range(1000, 0, -1)], 0.99) == 990.0
-
-
 def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk, ssd_offload, monkeypatch):
-    usual = bench._Bar.update
+    usual = bench.Progress.update
 
     def update(bar, number=1):
         usual(bar, number)
         if bar.last_print_n >= 0.02 * bar.total:  # the bar has moved
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(bench._Bar, "update", update)
+    monkeypatch.setattr(bench.Progress, "update", update)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     output = ssd_offload("bench", disk, "--seconds", "60", status=130)
     assert re.search(rf"{disk}:? .*[1-9]%", output.err)

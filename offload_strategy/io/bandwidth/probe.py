@@ -41,7 +41,7 @@ _INTERRUPTED_SECONDS = 5.0
 
 #: Seconds; tests replace it.
 _clock: Callable[[], float] = perf_counter
-_Report = Callable[[float], None]
+_Report = Callable[[float], object]
 
 
 def probe(
@@ -98,12 +98,9 @@ def write_latencies(
 
 def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
     """Allocate `nbytes`, or what the region can spare, but no less than `at_least`."""
-    spare = max(int(region.free_bytes * _SHARE_OF_FREE), at_least)
-    size = min(max(nbytes, at_least), spare) // PAGE_BYTES * PAGE_BYTES
-    while size >= at_least:
-        if (extent := region.allocate(size)) is not None:
-            return extent
-        size = size // 2 // PAGE_BYTES * PAGE_BYTES
+    size = max(min(nbytes, int(region.free_bytes * _SHARE_OF_FREE)), at_least)
+    if (extent := region.allocate(size // PAGE_BYTES * PAGE_BYTES)) is not None:
+        return extent
     raise StorageError(
         f"tier {region.tier!r}: {region.path} has no room for a measurement, which needs "
         f"{format_size(at_least)} in one piece. Free some space there, or name another path."
@@ -188,6 +185,7 @@ class _Measurement:
 
     def _submit(self, direction: Direction, begin: int, slot: int, nbytes: int) -> None:
         extent = Extent(self.extent.offset + begin, nbytes)
+        ended = self._ended  # not `self`, which must not outlive an error with the moves
         self._moves[slot] = move = Move(
             client="probe",
             direction=direction,
@@ -196,7 +194,7 @@ class _Measurement:
             nbytes=nbytes,
             priority=Priority.WRITE_BACK,
             keep_alive=self._memory,
-            on_end=partial(_note_end, self._ended, slot),
+            on_end=lambda move: ended.put((slot, move, _clock())),
         )
         move.submit()
 
@@ -231,11 +229,6 @@ class _Measurement:
             f"{STALLED_SECONDS:.0f} seconds while it was measured. Check the device and the mount, "
             f"or name another path."
         )
-
-
-def _note_end(ended: SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
-    # Not a method of the measurement, which must not outlive an error with the moves.
-    ended.put((slot, move, _clock()))
 
 
 def _incompressible(slots: int, nbytes: int) -> HostBuffer:
