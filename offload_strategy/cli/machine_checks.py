@@ -92,8 +92,6 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> Iterator
             yield Check(label, PROBLEM, f"cannot run: {reason}", advice)
         else:
             yield Check(label, OK, f"cannot run, and is not needed: {reason}")
-    if all(reason is not None for reason in available.values()):
-        yield Check("backends", PROBLEM, "none can run", "install what is missing above")
 
 
 def check_encryption(wanted: bool) -> Check:
