@@ -42,8 +42,6 @@ def _problem(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
             return f"{where} unknown key{_suggestion(location, model)}"
         case "missing":
             return f"{where} missing, and it has no default"
-        case "literal_error":
-            return f"{got}, allowed are {detail['ctx']['expected']}"
         case "value_error":
             message = str(detail["ctx"]["error"])
             # A value inside a section is worth repeating, unless the message begins with it.
