@@ -32,6 +32,7 @@ from offload_strategy.config.value_types import (
     ChecksumMode,
     Count,
     OptionalFile,
+    OverlapMode,
     Size,
 )
 from offload_strategy.errors import ConfigError
@@ -125,16 +126,10 @@ class OptimizerConfig(_Client):
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
     the new weights to the others. Otherwise every process holds all states."""
-    overlap: Literal["commit", "eager", "off"] = "commit"
+    overlap: OverlapMode = "commit"
     """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
     visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and
     the last micro-batch must be announced; 'off' in step()."""
-
-    @field_validator("overlap", mode="before")
-    @classmethod
-    def _yaml_off(cls, overlap: Any) -> Any:
-        # YAML 1.1 reads a bare `off` as the boolean false.
-        return "off" if overlap is False else overlap
 
 
 class ParametersConfig(_Client):
@@ -257,17 +252,11 @@ class OffloadConfig(Section):
     """What happens to a section whose ``enabled`` is 'auto': with 'auto' the engine offloads what
     memory requires; with 'always' all activations and optimizer states that may be."""
     activations: ActivationsConfig = ActivationsConfig()
-    """Tensors that autograd saves for the backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Optimizer states, and the gradients of their updates."""
     parameters: ParametersConfig = ParametersConfig()
-    """The weights themselves."""
     io: IOConfig = IOConfig()
-    """How bytes reach a path."""
     memory: MemoryConfig = MemoryConfig()
-    """Memory that training may use."""
     planning: PlanningConfig = PlanningConfig()
-    """A memory limit and the plan that respects it."""
     report: OptionalFile = None
     """File into which the engine writes its report when training ends, for `ssd-offload report`;
     further processes add their rank to its name. '~' and '$VARIABLES' are expanded, and its folder

@@ -122,6 +122,11 @@ AutoOrBool = Annotated[
 
 Count = Annotated[int, BeforeValidator(_number)]
 OptionalFile = Annotated[Path | None, BeforeValidator(_expanded)]
+# YAML 1.1 reads a bare `off` as the boolean false, and `on` as true.
+OverlapMode = Annotated[
+    Literal["commit", "eager", "off"],
+    BeforeValidator(lambda mode: "off" if mode is False else mode),
+]
 ChecksumMode = Annotated[
     Literal["auto", "full", "sampled", "off"],
     BeforeValidator(lambda mode: ("off", "full")[mode] if isinstance(mode, bool) else mode),
