@@ -8,7 +8,7 @@ import platform
 from bisect import bisect_right
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import torch
 
@@ -114,7 +114,7 @@ class EngineReports(EngineWeights):
             about=f"{date} · {platform.node()} · {self._device} · torch {torch.__version__}",
             metrics={key: one for key, one in self.metrics().items() if math.isfinite(one)},
             config=self.effective_config().to_yaml(),
-            paths=tuple(map(compared_path, self._resources.measured_paths.comparisons())),
+            paths=tuple(starmap(compared_path, self._resources.measured_paths.comparisons())),
         )
         activations = self._activations
         latest = None if activations is None else activations.latest_pass()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import pairwise, starmap, takewhile
 from timeit import default_timer as perf_counter
 
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.resources import Resources
-from offload_strategy.io.bandwidth.measured_paths import RateComparison
+from offload_strategy.io.bandwidth.history import MeasuredRate
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (
@@ -162,7 +162,7 @@ def compare_step(
         )
     if _WEIGHTS in observed:
         remarks.append("Weights are streamed, of which nothing is predicted here.")
-    paths = map(compared_path, resources.measured_paths.comparisons())
+    paths = starmap(compared_path, resources.measured_paths.comparisons())
     return step, compare_prediction(step.figures(), observed, paths, remarks)
 
 
@@ -201,9 +201,10 @@ def _memory_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     return list(takewhile(lambda tier: not tier.queues, tiers))
 
 
-def compared_path(comparison: RateComparison) -> ComparedFigure:
+def compared_path(
+    part: str, before: MeasuredRate | None, observed: MeasuredRate | None
+) -> ComparedFigure:
     """Compare what was known of a direction of a path with what the run has seen."""
-    before, observed = comparison.expected, comparison.observed
     if before is None:
         origin = "nothing was known of it"
     elif before.source == "probe":
@@ -214,7 +215,7 @@ def compared_path(comparison: RateComparison) -> ComparedFigure:
     if observed is not None:
         seen = f"seen over {format_size(observed.nbytes)}"
     return ComparedFigure(
-        f"{comparison.path} {comparison.direction}",
+        part,
         None if before is None else before.rate,
         None if observed is None else observed.rate,
         "B/s",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from offload_strategy.io.bandwidth import history
 from offload_strategy.io.bandwidth.history import MeasuredRate, PathIdentity, Rates
@@ -19,15 +18,6 @@ logger = get_logger(__name__)
 #: Less than this is too little to tell a rate.
 _MIN_SECONDS = 1.0
 _MIN_BYTES = 64 * MiB
-
-
-class RateComparison(NamedTuple):
-    """A known rate and what the run observed while there was a queue; None is unknown."""
-
-    path: Path
-    direction: Direction
-    expected: MeasuredRate | None
-    observed: MeasuredRate | None
 
 
 class MeasuredPaths:
@@ -60,12 +50,11 @@ class MeasuredPaths:
         known = self._paths[queue][1].get(direction) if queue in self._paths else None
         return None if known is None else known.rate
 
-    def comparisons(self) -> Iterator[RateComparison]:
-        """Compare each direction of each path with what was known of it."""
+    def comparisons(self) -> Iterator[tuple[str, MeasuredRate | None, MeasuredRate | None]]:
+        """Yield each direction of each path, what was known of it, and what the run observed."""
         for queue, (identity, known) in self._paths.items():
-            for direction in Direction:
-                expected, observed = known.get(direction), _observed(queue, direction)
-                yield RateComparison(Path(identity.path), direction, expected, observed)
+            for way in Direction:
+                yield f"{identity.path} {way}", known.get(way), _observed(queue, way)
 
     def save(self) -> None:
         """Save what the run has observed for the next one, once. Never fails."""
