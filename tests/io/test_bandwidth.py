@@ -143,7 +143,7 @@ def cache(tmp_path, monkeypatch):
 def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(cache):
     assert (load_rates(IDENTITY), load_all_rates()) == ({}, [])
     assert not cache.exists()
-    assert save_rates(IDENTITY, RATES)
+    save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
     slower = {**RATES, READ: replace(RATES[READ], rate=1e9)}
     save_rates(IDENTITY, slower)
@@ -220,9 +220,9 @@ def test_an_invalid_file_is_ignored_and_replaced(kind, cache, caplog, tmp_path):
         assert load_rates(IDENTITY) == {}
     assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
     other = replace(IDENTITY, machine="node9")
-    assert save_rates(other, RATES)
+    save_rates(other, RATES)
     assert (other, RATES) in load_all_rates()  # not hidden by the invalid one
-    assert save_rates(IDENTITY, RATES)
+    save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
     assert elsewhere.read_bytes() == changed()
 

@@ -62,12 +62,8 @@ class PathIdentity:
     @classmethod
     def of(cls, path: Path, fd: int, *, processes: int, backend: Backend) -> PathIdentity:
         """Identify a path; `fd` is a file there, or the device."""
-        device = 0
-        with contextlib.suppress(OSError):
-            if is_block_device(path):
-                device = os.lseek(fd, 0, os.SEEK_END)
-            elif hasattr(os, "fstatvfs"):
-                device = os.fstatvfs(fd).f_fsid
+        is_device = is_block_device(path)
+        device = os.lseek(fd, 0, os.SEEK_END) if is_device else os.fstatvfs(fd).f_fsid
         name, depth = type(backend).__name__, backend.depth
         return cls(platform.node(), str(path), device, processes, name, depth)
 
@@ -102,8 +98,7 @@ class _SavedRates:
 
     @property
     def rates(self) -> Rates:
-        known = {Direction.READ: self.read, Direction.WRITE: self.write}
-        return {direction: rate for direction, rate in known.items() if rate is not None}
+        return {way: rate for way in Direction if (rate := getattr(self, way)) is not None}
 
 
 _FILE = TypeAdapter(_SavedRates)
@@ -150,39 +145,35 @@ def load_all_rates() -> list[tuple[PathIdentity, Rates]]:
     return [(one.of, one.rates) for one in saved]
 
 
-def save_rates(identity: PathIdentity, rates: Rates) -> bool:
-    """Save rates of a path for the next run; returns whether that worked."""
+def save_rates(identity: PathIdentity, rates: Rates) -> None:
+    """Save rates of a path for the next run, if there is a place for them. Never fails."""
     folder = cache_directory()
     if folder is None:
-        return False
+        return
     content = _SavedRates(1, identity, rates.get(Direction.READ), rates.get(Direction.WRITE))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Readable for its owner alone, under a new name; then it replaces the old file.
-        fd, partial = tempfile.mkstemp(".partial", "", folder)
-        try:
-            with os.fdopen(fd, "wb") as stream:
-                stream.write(_FILE.dump_json(content, indent=1, exclude_none=True) + b"\n")
-            os.replace(partial, folder / identity.file_name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
+        with (
+            contextlib.suppress(FileNotFoundError),  # at the end: nothing has the new name then
+            tempfile.NamedTemporaryFile(suffix=".partial", dir=folder) as partial,
+        ):
+            partial.write(_FILE.dump_json(content, indent=1, exclude_none=True) + b"\n")
+            partial.flush()
+            os.replace(partial.name, folder / identity.file_name)
     except OSError as error:
         logger.info("rates of %s are not saved in %s: %s", identity.path, folder, error)
-        return False
-    return True
 
 
 def _read(file: Path) -> _SavedRates | None:
     """Read a file; None if there is none, or it is not one of ours."""
     try:
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(file, flags), "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
                 raise ValueError("it is not a small file")
-            if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+            if status.st_uid != os.geteuid():
                 raise ValueError("it belongs to another user")
             return _FILE.validate_json(stream.read())
     except FileNotFoundError:
