@@ -15,6 +15,7 @@ import platform
 import timeit
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -167,17 +168,15 @@ def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float
     seen = TransformerShape("gpt", 1, width, width // size, 1, feed_forward=feed_forward)
     sequence = _QUICK_LENGTH if quickly else min(sequence, _LONGEST)
 
-    def passes(batch: int) -> Callable[[], None]:
-        inputs = torch.randn(batch, sequence, width, requires_grad=True)
+    def run(inputs: torch.Tensor) -> None:
+        layer(inputs).sum().backward()
+        layer.zero_grad(set_to_none=True)
+        inputs.grad = None
 
-        def run() -> None:
-            layer(inputs).sum().backward()
-            layer.zero_grad(set_to_none=True)
-            inputs.grad = None
-
-        return run
-
-    one, several = _fastest(passes(1)), _fastest(passes(_SEQUENCES))
+    one, several = (
+        _fastest(partial(run, torch.randn(batch, sequence, width, requires_grad=True)))
+        for batch in (1, _SEQUENCES)
+    )
     each = max((several - one) / (_SEQUENCES - 1), several / _SEQUENCES / 2)
     beside = max(0.0, one - each)
     # Backward takes twice as long as forward.
