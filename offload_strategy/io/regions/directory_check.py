@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import stat
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -110,26 +111,21 @@ def check_capacities(
     Raises:
         ConfigError: they do not fit, or two tiers name the same block device.
     """
-    on: dict[int, list[tuple[str, Path, int | None]]] = {}
-    devices: dict[int, str] = {}
+    places: dict[tuple[bool, int], list[tuple[str, Path, int | None]]] = defaultdict(list)
     for name, path, capacity in tiers:
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # opening its region says more
-        if stat.S_ISBLK(status.st_mode):
-            if status.st_rdev in devices:
-                raise ConfigError(
-                    f"tiers {devices[status.st_rdev]!r} and {name!r} (tiers[].path) are the same "
-                    f"block device ({path.resolve()}), which can hold only one. Name a device for "
-                    f"each."
-                )
-            devices[status.st_rdev] = name
-        else:
-            on.setdefault(status.st_dev, []).append((name, path, capacity))
-    for number, here in on.items():
         with suppress(OSError):  # opening its region says more
-            _check_file_system(number, here, processes or local_processes())
+            status, is_device = path.stat(), path.is_block_device()
+            number = status.st_rdev if is_device else status.st_dev
+            places[is_device, number].append((name, path, capacity))
+    for (is_device, number), here in places.items():
+        if not is_device:
+            with suppress(OSError):  # opening its region says more
+                _check_file_system(number, here, processes or local_processes())
+        elif len(here) > 1:
+            raise ConfigError(
+                f"tiers {here[0][0]!r} and {here[1][0]!r} (tiers[].path) are the same block device "
+                f"({here[0][1].resolve()}), which can hold only one. Name a device for each."
+            )
 
 
 def _check_file_system(number: int, here: list[tuple[str, Path, int | None]], started: int) -> None:
