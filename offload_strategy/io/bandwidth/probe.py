@@ -125,11 +125,7 @@ class _Measurement:
         self._slot_bytes = slot_bytes or block
         self._moves: dict[int, Move] = {}  # by slot
         self._ended: SimpleQueue[tuple[int, Move, float]] = SimpleQueue()
-        try:
-            self._memory = _incompressible(self._slots, self._slot_bytes)
-        except BaseException:
-            region.free(self.extent)
-            raise
+        self._memory = _incompressible(self._slots, self._slot_bytes)
 
     def stream(
         self, direction: Direction, reach: int, seconds: float, report: _Report
