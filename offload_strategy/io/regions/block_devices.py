@@ -9,6 +9,7 @@ import shutil
 import stat
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 from offload_strategy.errors import ConfigError
@@ -24,6 +25,7 @@ logger = get_logger(__name__)
 HEAD_BYTES = 1 * MiB
 
 _BLKDISCARD = 0x1277  # linux/fs.h
+_BLKSSZGET = 0x1268
 _BLKROGET = 0x125E
 
 _READ_ONLY = (
@@ -66,6 +68,12 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
             raise ConfigError(
                 f"{where}: the device {path} has {format_size(size)}, of which the first "
                 f"{format_size(HEAD_BYTES)} are never used: nothing is left. Name a larger one."
+            )
+        sector = int.from_bytes(fcntl.ioctl(fd, _BLKSSZGET, bytes(4)), sys.byteorder)
+        if sector > PAGE_BYTES:
+            raise ConfigError(
+                f"{where}: the device {path} has sectors of {sector} bytes; at most "
+                f"{PAGE_BYTES} are supported. Put a file system on it and name a directory there."
             )
         found = _content(path, size, where, overwrite=overwrite)
         if found is not None and not overwrite:
