@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,6 +16,16 @@ LOST = (
     "the states of this {kind} went with the earlier engine, or with the optimizer that attach or "
     "prepare returned, and it would begin again without them. Load a state_dict() of that one, "
     "saved before, into this one first, or make a new optimizer."
+)
+
+_STEP_ADVICE = (
+    ", which does not step by itself any more. Train with the optimizer that attach returned: "
+    "`optimizer = engine.attach(model, optimizer)`. To train without offload again, take the "
+    "state_dict() of that one, close the engine, and load it into this one."
+)
+_STATE_ADVICE = (
+    ". Use the optimizer that attach or prepare returned, or that trainer.optimizers has: "
+    "`optimizer = engine.attach(model, optimizer); optimizer.{call}(...)`."
 )
 
 _guards: weakref.WeakKeyDictionary[Optimizer, InnerGuard] = weakref.WeakKeyDictionary()
@@ -31,45 +42,22 @@ class InnerGuard:
         self.is_own_call = False
         #: Whether what has wrapped `inner` has states, or had some until it was freed.
         self.has_stored = False
-        inner.register_step_pre_hook(self._before_step)
-        inner.register_state_dict_pre_hook(self._before_state_dict)
-        inner.register_load_state_dict_pre_hook(self._before_load)
+        inner.register_step_pre_hook(partial(self._check, "step"))
+        inner.register_state_dict_pre_hook(partial(self._check, "state_dict"))
+        inner.register_load_state_dict_pre_hook(partial(self._check, "load_state_dict"))
 
-    @property
-    def _is_held(self) -> bool:
-        return self.owner is not None and self.owner() is not None
-
-    # The wrapping optimizer runs these hooks with itself as argument, and so does a class whose
-    # step() calls its base class on the stand-in for one subgroup.
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer is not self._inner():
+    def _check(self, call: str, optimizer: Optimizer, *_: object) -> None:
+        """Raise an OffloadError if the states are elsewhere, or gone and not about to be loaded."""
+        # The wrapping optimizer runs these hooks with itself as argument, and so does a class whose
+        # step() calls its base class on the stand-in for one subgroup.
+        if optimizer is not self._inner() or self.is_own_call:
             return
-        if self._is_held:
-            raise OffloadError(
-                f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
-                "which does not step by itself any more. Train with the optimizer that attach "
-                "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
-                "offload again, take the state_dict() of that one, close the engine, and load it "
-                "into this one."
-            )
-        _refuse_lost("step", optimizer)
-
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if optimizer is self._inner() and not self.is_own_call:
-            self._refuse_held("state_dict", optimizer)
-            _refuse_lost("state_dict", optimizer)
-
-    def _before_load(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
-        if optimizer is self._inner() and not self.is_own_call:
-            self._refuse_held("load_state_dict", optimizer)
-
-    def _refuse_held(self, call: str, optimizer: Optimizer) -> None:
-        if self._is_held:
-            raise OffloadError(
-                f"{call}(): an offload engine has the states of this {type(optimizer).__name__}. "
-                f"Use the optimizer that attach or prepare returned, or that trainer.optimizers "
-                f"has: `optimizer = engine.attach(model, optimizer); optimizer.{call}(...)`."
-            )
+        kind = type(optimizer).__name__
+        if self.owner is not None and self.owner() is not None:
+            advice = _STEP_ADVICE if call == "step" else _STATE_ADVICE.format(call=call)
+            raise OffloadError(f"{call}(): an offload engine has the states of this {kind}{advice}")
+        if call != "load_state_dict" and has_lost_states(optimizer):
+            raise OffloadError(f"{call}(): {LOST.format(kind=kind)}")
 
 
 def guard_of(inner: Optimizer) -> InnerGuard:
@@ -92,7 +80,9 @@ def own_call(inner: Optimizer) -> Iterator[None]:
 
 def is_guard(hook: Any) -> bool:
     """Whether a hook of an optimizer is one of these, and not of the user's code."""
-    return isinstance(getattr(hook, "__self__", None), InnerGuard)
+    return isinstance(hook, partial) and isinstance(
+        getattr(hook.func, "__self__", None), InnerGuard
+    )
 
 
 def has_lost_states(inner: Optimizer) -> bool:
@@ -105,8 +95,3 @@ def has_lost_states(inner: Optimizer) -> bool:
         return False
     wrapper: Any = guard.wrapper and guard.wrapper()
     return wrapper is None or wrapper.closed
-
-
-def _refuse_lost(call: str, optimizer: Optimizer) -> None:
-    if has_lost_states(optimizer):
-        raise OffloadError(f"{call}(): {LOST.format(kind=type(optimizer).__name__)}")
