@@ -94,6 +94,8 @@ class BackwardOverlap(ABC):
         self._order: list[Subgroup] = []
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
+        #: What stands for the gradients of this backward that were taken, by parameter.
+        self._taken: dict[torch.Tensor, GradientBacking] = {}
         self._waiting: deque[Subgroup] = deque()
         #: In the order of completion, as keys.
         self._completed: dict[Subgroup, None] = {}
@@ -167,13 +169,16 @@ class BackwardOverlap(ABC):
             if not packable(gradient) or gradient.requires_grad:
                 return
         offloaded = self._collect(parameter, gradient)
+        self._taken[parameter] = offloaded.backing
         if deferred:
             self._deferred.append((parameter, offloaded))
         else:
             parameter.grad = wrap_like(parameter.grad, offloaded)
         del gradient
         if earlier is not None:
-            self._check_at_end(earlier, offloaded.backing)
+            if not self._succeeded:
+                torch.autograd.Variable._execution_engine.queue_callback(self._materialize_kept)
+            self._succeeded.append((earlier, offloaded.backing))
         if not self._runs_ahead():
             self._keep(offloaded.backing)
             return
@@ -185,16 +190,11 @@ class BackwardOverlap(ABC):
                 self._completed[subgroup] = None
         self._advance()
 
-    def _check_at_end(self, earlier: _Backing, backing: GradientBacking) -> None:
-        """Check whether somebody keeps the gradient of an earlier pass, with the same memory.
+    def _materialize_kept(self) -> None:
+        """Find out whether somebody keeps the gradient of an earlier pass, with the same memory.
 
         When the pass ends, as autograd keeps it until then.
         """
-        if not self._succeeded:
-            torch.autograd.Variable._execution_engine.queue_callback(self._materialize_kept)
-        self._succeeded.append((earlier, backing))
-
-    def _materialize_kept(self) -> None:
         for earlier, backing in self._succeeded:
             if earlier() is not None or not backing.is_alone:
                 backing.materialize()  # its memory may be changed unnoticed
@@ -224,6 +224,7 @@ class BackwardOverlap(ABC):
         """Drop what was collected, and expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
         self._succeeded.clear()
+        self._taken.clear()
         self._order = [*self._completed, *self._incomplete()]
         self._completed = {}
         self._waiting.clear()

@@ -9,7 +9,7 @@ predictions are right most of the time.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,12 +68,10 @@ class ScalingPrediction:
         self._right.append(scaling is not None and scaling == self.predicted)
         self._scalings.append(scaling)
         known = [each for each in self._scalings if each is not None]
-        if known:
-            counts = Counter(known)
-            # The latest, unless others come back and this one does not: a clipping limit that is
-            # exceeded now and then scales by another factor each time.
-            repeated = [each for each in known if counts[each] > 1]
-            self.predicted = (repeated or known)[-1]
+        # The latest, unless others come back and this one does not: a clipping limit that is
+        # exceeded now and then scales by another factor each time.
+        repeated = [each for each in known if known.count(each) > 1]
+        self.predicted = [self.predicted, *known, *repeated][-1]
 
 
 class RetainedGradients:
@@ -157,7 +155,6 @@ class CommittedUpdates(BackwardOverlap):
     ) -> None:
         super().__init__(updater, is_last, is_ready)
         self._retained = retained
-        self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[Subgroup, AheadUpdate] = {}
         self._prediction = ScalingPrediction()
         self._requested_norms: set[float] = set()
@@ -168,14 +165,13 @@ class CommittedUpdates(BackwardOverlap):
         return self._prediction.is_worthwhile and not self._accumulates
 
     def _begin_backward(self) -> None:
-        self._accumulates = bool(self._backings)
+        self._accumulates = bool(self._taken)
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
         offloaded = OffloadedGradient.of(gradient, gradient)
         for order in self._requested_norms:
             offloaded.backing.cache_norm(order, norm_of(gradient, order))
-        self._backings[id(parameter)] = (parameter, offloaded.backing)
         return offloaded
 
     def _keep(self, backing: GradientBacking) -> None:
@@ -187,37 +183,37 @@ class CommittedUpdates(BackwardOverlap):
         memory = None
         whole = [s.parameter for s in ready.values() if s.rows is None]
         if len(whole) == len(ready) and not self._updater.weights.streams:
-            memory = self._retained.memory_of([self._backings[id(each)] for each in whole])
+            memory = self._retained.memory_of([(each, self._taken[each]) for each in whole])
         gradients = {}
         for index, param_slice in ready.items():
-            gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
+            gradient = param_slice.of(self._taken[param_slice.parameter].raw())
             gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
             del gradient
         with self.streams.updating(list(gradients.values())):
             self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
-        for key in {id(param_slice.parameter) for param_slice in ready.values()}:
+        for parameter in {param_slice.parameter for param_slice in ready.values()}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
-            if all(other in self._done for other, _ in self._subgroups_of[key]):
-                self._retained.retain(self._backings[key][1])
+            if all(other in self._done for other, _ in self._subgroups_of[id(parameter)]):
+                self._retained.retain(self._taken[parameter])
 
     def finish(self) -> list[AheadUpdate]:
         """Return the updates that are still valid for the gradients as they are; drop the rest."""
-        scalings = {key: self._scaling(key) for key in self._backings}
+        scalings = {each: _scaling(each, backing) for each, backing in self._taken.items()}
         predicted = self._prediction.predicted
         done, valid = self._done, []
         for ahead_update in done.values():
-            as_expected = [scalings.get(id(p)) == predicted for p in ahead_update.parameters()]
+            as_expected = [scalings.get(p) == predicted for p in ahead_update.parameters()]
             group = self._updater.group_at(ahead_update.subgroup.group_index)
             if all(as_expected) and ahead_update.may_be_valid(group):
                 valid.append(ahead_update)
             else:
                 self._updater.drop(ahead_update)
-        if self._backings:
+        if self._taken:
             different = set(scalings.values())
             foreseeable = len(different) == 1 and not self._accumulates
             self._prediction.record(different.pop() if foreseeable else None)
-            requested = (backing.requested_norms for _, backing in self._backings.values())
+            requested = (backing.requested_norms for backing in self._taken.values())
             self._requested_norms = set().union(*requested)
         self._ran_ahead = len(done)
         self._done = {}
@@ -227,20 +223,19 @@ class CommittedUpdates(BackwardOverlap):
     def states_replaced(self) -> None:
         """Nothing: `finish` finds that updates have used others."""
 
-    def _scaling(self, key: int) -> EditHistory | None:
-        """The scaling of a gradient since backward; None for any other change."""
-        parameter, backing = self._backings[key]
-        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
-        in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
-        return backing.history if in_place and not backing.edited else None
-
     def _drop_all(self) -> None:
         for ahead_update in self._done.values():
             self._updater.drop(ahead_update)
         self._done = {}
-        self._backings.clear()
         self._retained.clear()
         super()._drop_all()
+
+
+def _scaling(parameter: torch.Tensor, backing: GradientBacking) -> EditHistory | None:
+    """The scaling of a gradient since backward; None for any other change."""
+    gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+    in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
+    return backing.history if in_place and not backing.edited else None
 
 
 # ---------------------------------------------------------------------- eager
@@ -259,9 +254,7 @@ class EagerUpdates(BackwardOverlap):
         #: Whether a backward has updated weights and no step() has followed, and whether states
         #: were replaced meanwhile.
         self._unstepped = self._states_replaced = False
-        # Of this backward: what stands for the gradients that were taken, by parameter id, and the
-        # settings of the groups, by index, with which weights were updated.
-        self._taken: dict[int, GradientBacking] = {}
+        #: With which weights were updated in this backward, by index of their group.
         self._settings: dict[int, dict[str, Any]] = {}
 
     def _begin_backward(self) -> None:
@@ -272,9 +265,7 @@ class EagerUpdates(BackwardOverlap):
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
         self._gradients.update(dict.fromkeys(self._subgroups_of[id(parameter)], gradient))
         what = f"a parameter of shape {tuple(parameter.shape)}"
-        offloaded = OffloadedGradient.of(ConsumedGradient(what), gradient)
-        self._taken[id(parameter)] = offloaded.backing
-        return offloaded
+        return OffloadedGradient.of(ConsumedGradient(what), gradient)
 
     def _update(self, subgroup: Subgroup) -> None:
         ready = sorted(subgroup.ready)
@@ -332,7 +323,7 @@ class EagerUpdates(BackwardOverlap):
                 gradient = None if parameter.grad is None else local_tensor(parameter.grad)
                 backing = gradient.backing if isinstance(gradient, OffloadedGradient) else None
                 consumed = backing is not None and backing.is_consumed
-                taken = self._taken.get(id(parameter))
+                taken = self._taken.get(parameter)
                 if taken is not None and not (consumed and backing is taken):
                     return "a gradient was replaced, cleared or changed"
                 if taken is None and consumed:
@@ -363,7 +354,6 @@ class EagerUpdates(BackwardOverlap):
 
     def _drop_all(self) -> None:
         self._gradients.clear()
-        self._taken.clear()
         self._settings.clear()
         while self._begun:
             self._updater.weights.residency.set_held(self._begun.pop(), False)
