@@ -63,28 +63,26 @@ class ParameterSlice:
 
     def slice_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """This slice's part of a whole parameter's state."""
-        state = {name: self._local_state(value) for name, value in state.items()}
-        if self.rows is None:
-            return state
-        shape = local_tensor(self.parameter).shape
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                # Step counters are copied: every slice increments its own.
-                state[name] = self.of(value) if value.shape == shape else value.clone()
-        return state
+        return {
+            name: self._part_of(value) if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
 
-    def _local_state(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not is_sharded(self.parameter):
-            return value
+    def _part_of(self, value: torch.Tensor) -> torch.Tensor:
         whole, local = self.parameter.shape, local_tensor(self.parameter).shape
-        if not is_sharded(value) and value.shape == whole != local:
-            raise OffloadError(
-                f"the state of a parameter of shape {tuple(whole)}, of which this rank has "
-                f"{tuple(local)}, was given as a whole tensor. Load it with torch.distributed."
-                f"checkpoint.state_dict.set_optimizer_state_dict(..., options=StateDictOptions("
-                f"full_state_dict=True)), which gives every rank its part."
-            )
-        return local_tensor(value)
+        if is_sharded(self.parameter):
+            if not is_sharded(value) and value.shape == whole != local:
+                raise OffloadError(
+                    f"the state of a parameter of shape {tuple(whole)}, of which this rank has "
+                    f"{tuple(local)}, was given as a whole tensor. Load it with torch.distributed."
+                    f"checkpoint.state_dict.set_optimizer_state_dict(..., options=StateDictOptions("
+                    f"full_state_dict=True)), which gives every rank its part."
+                )
+            value = local_tensor(value)
+        if self.rows is None:
+            return value
+        # Step counters are copied: every slice increments its own.
+        return self.of(value) if value.shape == local else value.clone()
 
 
 def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]:
