@@ -78,13 +78,6 @@ def own_call(inner: Optimizer) -> Iterator[None]:
         guard.is_own_call = False
 
 
-def is_guard(hook: Any) -> bool:
-    """Whether a hook of an optimizer is one of these, and not of the user's code."""
-    return isinstance(hook, partial) and isinstance(
-        getattr(hook.func, "__self__", None), InnerGuard
-    )
-
-
 def has_lost_states(inner: Optimizer) -> bool:
     """Whether its states were freed with the optimizer that wrapped it, and not loaded since."""
     guard = _guards.get(inner)

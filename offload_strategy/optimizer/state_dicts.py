@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.inner_guard import is_guard, own_call
+from offload_strategy.optimizer.inner_guard import own_call
 from offload_strategy.optimizer.overlap.ahead_update import sums_of_bits
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.precision import Precision
@@ -60,7 +60,7 @@ def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
     if (
         not isinstance(states, Mapping)
         or any(not method.__module__.startswith("torch.optim.") for method in loading)
-        or not all(map(is_guard, optimizer._optimizer_load_state_dict_pre_hooks.values()))
+        or len(optimizer._optimizer_load_state_dict_pre_hooks) > 1  # one of them is the guard's
         or optimizer._optimizer_load_state_dict_post_hooks
     ):
         return state_dict
