@@ -114,46 +114,32 @@ def test_a_backward_without_a_step_is_an_error_and_leaves_no_gradient_behind(by,
         assert all(p.grad is None for p in run.model.parameters())
 
 
-def _double_the_learning_rate(run, state):
-    run.optimizer.param_groups[0]["lr"] *= 2
-
-
-def _move_to_a_group(run, state):
+def _move_to_a_group(run, weight, state):
     groups = run.optimizer.param_groups
     groups[1]["params"].append(groups[0]["params"].pop())
 
 
-def _step_twice(run, state):
-    run.optimizer.step()
-
-
-def _reset_a_state(run, state):
-    run.optimizer.state[run.model.first.weight]["exp_avg"].zero_()
-
-
-#: Between a backward and its step, and what the error says.
+_STATES, _GRADIENT = "states of the", "a gradient was replaced"
+#: What comes between a backward and its step, and what the error says.
 LATE_CHANGES = {
-    "states loaded": (lambda run, state: run.optimizer.load_state_dict(state), "states of the"),
-    "a state replaced": (
-        lambda run, state: run.optimizer.state.pop(run.model.first.weight),
-        "states of the",
+    "states loaded": (lambda run, weight, state: run.optimizer.load_state_dict(state), _STATES),
+    "a state replaced": (lambda run, weight, state: run.optimizer.state.pop(weight), _STATES),
+    "a state changed in place": (
+        lambda run, weight, state: run.optimizer.state[weight]["exp_avg"].zero_(),
+        _STATES,
     ),
-    "a state changed in place": (_reset_a_state, "states of the"),
-    "a setting": (_double_the_learning_rate, "settings of a parameter group"),
+    "a setting": (
+        lambda run, weight, state: run.optimizer.param_groups[0].update(lr=0.5),
+        "settings of a parameter group",
+    ),
     "another group": (_move_to_a_group, "added to a group or taken from it"),
-    "no gradient": (
-        lambda run, state: setattr(run.model.first.weight, "grad", None),
-        "a gradient was replaced",
-    ),
+    "no gradient": (lambda run, weight, state: setattr(weight, "grad", None), _GRADIENT),
     "another gradient": (
-        lambda run, state: setattr(run.model.first.weight, "grad", torch.ones(8, 6)),
-        "a gradient was replaced",
+        lambda run, weight, state: setattr(weight, "grad", torch.ones(8, 6)),
+        _GRADIENT,
     ),
-    "a zeroed gradient": (
-        lambda run, state: run.model.first.weight.grad.zero_(),
-        "a gradient was replaced",
-    ),
-    "a second step": (_step_twice, "called again"),
+    "a zeroed gradient": (lambda run, weight, state: weight.grad.zero_(), _GRADIENT),
+    "a second step": (lambda run, weight, state: run.optimizer.step(), "called again"),
 }
 
 
@@ -163,18 +149,19 @@ def test_what_changes_between_an_eager_backward_and_its_step_is_refused(change, 
     late_change, message = LATE_CHANGES[change]
     with offloading(disk, "eager") as engine:
         run = Run(OPTIMIZERS["AdamW groups"], engine)
+        weight = run.model.first.weight
         run.backward(0)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.optimizer.param_groups[0]["lr"] *= 0.9  # no gradient has been used
         state = copy.deepcopy(run.optimizer.state_dict())
         run.optimizer.load_state_dict(state)
-        run.optimizer.state[run.model.first.weight]["exp_avg"].zero_()
+        run.optimizer.state[weight]["exp_avg"].zero_()
         run.backward(1)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.backward(2)
-        late_change(run, state)
+        late_change(run, weight, state)
         with pytest.raises(OffloadError, match=rf"{message}.*last checkpoint"):
             run.optimizer.step()
         run.model.zero_grad()
