@@ -76,26 +76,30 @@ def _two_at_once(dtype):
     return script
 
 
-def _sparse_gradients(run):
-    run.model = _sparse_model()
-    run.optimizer = run.wrap(SGD(run.model.parameters(), 0.1))
+def _descend(run, model, loss):
+    run.model, run.optimizer = model, run.wrap(SGD(model.parameters(), 0.1))
     for number in range(4):
         run.optimizer.zero_grad()
-        run.model(torch.tensor([number, 3, 3])).pow(2).sum().backward()
+        loss(number).backward()
         run.step()
+
+
+def _sparse_gradients(run):
+    model = _sparse_model()
+    _descend(run, model, lambda number: model(torch.tensor([number, 3, 3])).pow(2).sum())
 
 
 def _gradients_in_float32(run):
     """Of weights in bfloat16, as `grad_dtype` allows."""
-    run.model = make_layers(3, 64).bfloat16()
-    for parameter in run.model.parameters():
+    model = make_layers(3, 64).bfloat16()
+    for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
-    run.optimizer = run.wrap(SGD(run.model.parameters(), 0.1))
-    for number in range(4):
-        run.optimizer.zero_grad()
+
+    def loss(number):
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(number))
-        run.model(x.bfloat16()).float().pow(2).sum().backward()
-        run.step()
+        return model(x.bfloat16()).float().pow(2).sum()
+
+    _descend(run, model, loss)
 
 
 def _two_that_alternate(run):
