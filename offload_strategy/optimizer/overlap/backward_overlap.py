@@ -37,7 +37,6 @@ PREFETCHED_SUBGROUPS = 2
 #: Complete subgroups that may wait for their states before backward waits for them as well. Those
 #: of one large parameter are complete at once, hold one gradient together, and count as one.
 _MAX_WAITING = 2
-_Backing = weakref.ref[GradientBacking]
 _NODE_CODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -102,7 +101,7 @@ class BackwardOverlap(ABC):
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
         #: Gradients of an earlier pass, and what has their memory since this one.
-        self._succeeded: list[tuple[_Backing, GradientBacking]] = []
+        self._succeeded: list[tuple[weakref.ref[GradientBacking], GradientBacking]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
         self._ran_ahead = self.speculated_steps = self.redone_steps = 0
 
