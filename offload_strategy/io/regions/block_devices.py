@@ -60,6 +60,8 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
     except OSError as error:
         raise ConfigError(f"{where}: {_open_error(path, error)}") from error
     try:
+        if not stat.S_ISBLK(os.fstat(fd).st_mode):
+            raise ConfigError(f"{where}: {path} is no longer a block device.")
         if any(fcntl.ioctl(fd, _BLKROGET, bytes(4))):  # some can be opened for writing nevertheless
             raise ConfigError(f"{where}: {_READ_ONLY.format(path=path)}")
         size = os.lseek(fd, 0, os.SEEK_END)
