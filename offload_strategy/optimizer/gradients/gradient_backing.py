@@ -68,10 +68,8 @@ class StoredGradient:
     """
 
     def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
-        order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
-        in_order = gradient.detach().permute(order)
-        assert in_order.is_contiguous(), "only dense gradients can be stored"
-        flat = in_order.view(-1).view(torch.uint8)
+        assert in_memory_order(gradient).is_contiguous(), "only dense gradients can be stored"
+        flat = in_memory_order(gradient).view(-1).view(torch.uint8)
         self._store = store
         self._segment = lay_out([gradient])[0]
         self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
@@ -115,11 +113,14 @@ def has_overflow(tensor: torch.Tensor) -> bool:
     `torch.aminmax` propagates NaN, and infinities are the extremes, so both extremes are finite
     exactly when every value is. No sum is formed that could overflow by itself.
     """
-    if tensor.numel() == 0:
-        return False
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    in_memory_order = tensor.detach().permute(order)
-    return not bool(torch.stack(torch.aminmax(in_memory_order)).isfinite().all())
+    return tensor.numel() > 0 and not bool(
+        torch.stack(torch.aminmax(in_memory_order(tensor))).isfinite().all()
+    )
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with its dimensions in the order in which its elements lie in memory."""
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 class GradientBacking:
@@ -279,18 +280,12 @@ class GradientBacking:
     def overflows(self) -> bool | torch.Tensor:
         """Whether any value is infinite or NaN; of an accelerator's values, as a tensor there.
 
-        A finite norm says no; the norm of finite values may be infinite, and then the values are
-        read. Norms of order zero and below are finite whatever the values are. The norm of order
-        infinity is finite exactly when all values are, so that an accelerator need not be awaited.
+        The norm of order infinity, which is finite exactly when all values are, can be cached, and
+        an accelerator need not be awaited for it. On the CPU it takes much longer than a look.
         """
         if is_asynchronous(self.metadata.device):
             return bool(self.metadata.shape.numel()) and ~self.norm(math.inf).isfinite()
-        self._notice_changes()
-        finite = any(
-            order > 0 and history == self.history and math.isfinite(norm.item())
-            for order, (history, norm) in self._norms.items()
-        )
-        return not finite and has_overflow(self.read())
+        return has_overflow(self.read())
 
     def _notice_changes(self) -> None:
         """Drop cached norms if somebody has changed the source's memory directly."""

@@ -217,28 +217,6 @@ def test_unscaling_finds_every_value_that_is_not_finite(pair_of, dtype, layout, 
         assert not pair.edited
 
 
-def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(pair_of, monkeypatch):
-    pair = pair_of()
-    pair.backing.cache_norm(1.0, norm_of(pair.plain, 1.0))
-    with monkeypatch.context() as patch:
-        forbid_loading(pair.offloaded, patch)
-        assert pair.same(lambda g: unscaled(g, 0.5)) == 0
-    pair.check()
-    # The norm of finite values can overflow.
-    large = pair_of(torch.full((5, 5), 1e30))
-    large.backing.cache_norm(2.0, norm_of(large.plain))
-    assert large.offloaded.norm().isinf()
-    assert large.same(lambda g: unscaled(g, 0.5)) == 0
-    # Some orders say nothing.
-    values = gradient()
-    values[1, 1] = torch.inf
-    silent = pair_of(values)
-    for order in (0.0, float("-inf"), -1.0):
-        silent.backing.cache_norm(order, norm_of(values, order))
-        assert silent.offloaded.backing.norm(order).isfinite()
-    assert silent.same(lambda g: unscaled(g, 0.5)) == 1
-
-
 def test_where_subnormal_numbers_are_flushed_times_one_counts():
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
