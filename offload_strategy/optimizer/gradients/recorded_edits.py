@@ -9,11 +9,9 @@ an ordered list, not a product of factors: rounding twice is not rounding once.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -112,18 +110,21 @@ class Edit:
         """
         if self.op not in _SCALES:
             return False
-        (factor,) = self._on_host
-        return self.keeps_subnormals and factor is not None and float(factor) == 1.0
+        ((_, factor),) = self._numbers
+        return self.keeps_subnormals and factor == 1.0
 
     @cached_property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> str:
         """Equal for edits that do the same to every value."""
-        return (str(self.op), *map(_bits, self._on_host))
+        return f"{self.op} {self._numbers}"
 
     @cached_property
-    def _on_host(self) -> tuple[Argument, ...]:
-        """The arguments, of which an accelerator's are awaited once."""
-        return tuple(a.cpu() if isinstance(a, torch.Tensor) else a for a in self.arguments)
+    def _numbers(self) -> tuple[tuple[object, bool | int | float | None], ...]:
+        """Types and values of the arguments, of which an accelerator's are awaited once."""
+        return tuple(
+            (a.dtype, a.item()) if isinstance(a, torch.Tensor) else (type(a), a)
+            for a in self.arguments
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ class EditHistory:
 
     Two histories are equal if they do the same to the bits of every tensor, as far as can be told
     without running them: the same operators in the same order, with arguments of the same type and
-    bits. Edits that change nothing do not count.
+    value. Edits that change nothing do not count.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -157,11 +158,3 @@ class EditHistory:
 
     def __hash__(self) -> int:
         return hash(self.key)
-
-
-def _bits(argument: Argument) -> tuple[Any, ...]:
-    if isinstance(argument, torch.Tensor):
-        return (str(argument.dtype), *argument.reshape(1).view(torch.uint8).tolist())
-    if isinstance(argument, float):
-        return ("float", struct.pack("d", argument))
-    return (type(argument).__name__, argument)
