@@ -134,16 +134,14 @@ class OffloadedGradient(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        metadata = TensorMetadata.of(values)
         if isinstance(values, OffloadedGradient):
             backing = values.backing
-            if backing is self.backing and metadata == TensorMetadata.of(self):
-                return
         else:
             backing = GradientBacking(None, values)
             backing.replace(values.detach())
+        other = self.over(backing, TensorMetadata.of(values))
         # PyTorch's own setter changes shape, strides, dtype and device.
-        torch.Tensor.data.__set__(self, self.over(backing, metadata))  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.backing = backing
 
     # ------------------------------------------------------------------ as of the plain tensor
@@ -275,18 +273,17 @@ def _edit_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 
 def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
-    gradients, *rest = args
-    found = rest[0] if op is UNSCALE else None
-    arguments = rest[1:] if op is UNSCALE else rest
+    gradients, *arguments = args
+    found = arguments.pop(0) if op is UNSCALE else None
     if options or isinstance(found, OffloadedGradient) or not all(map(recordable, arguments)):
         return NotImplemented
     # Gradients of one kind share an edit, which is then compared once.
     edits: dict[tuple[Any, ...], Edit] = {}
     overflows = []
     others = []
-    for index, gradient in enumerate(gradients):
+    for gradient in gradients:
         if not _records(gradient):
-            others.append(index)
+            others.append(gradient)
             continue
         if op is UNSCALE:
             overflows.append(gradient.backing.overflows())
@@ -295,12 +292,12 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
             edits[key] = Edit.of(op, arguments, *key)
         gradient.backing.record(edits[key])
     if others:
-        _run_on_values(op, [[gradients[index] for index in others], *rest], options)
+        _run_on_values(op, [others, *args[1:]], options)
     if found is not None:
-        on_device = [overflow for overflow in overflows if isinstance(overflow, torch.Tensor)]
+        on_device = [each for each in overflows if isinstance(each, torch.Tensor)]
         if on_device:  # its host must not wait for it
             found.masked_fill_(torch.stack(on_device).any(), 1.0)
-        if any(overflow is True for overflow in overflows):
+        if any(each is True for each in overflows):
             found.fill_(1.0)
     return None
 
