@@ -109,6 +109,13 @@ def train(
     }
 
 
+def half(step, net, optimizer):
+    """Change weights by hand, on every rank, between two steps."""
+    with torch.no_grad():
+        net.up.weight.mul_(0.5)
+        net.down.load_state_dict({k: v * 0.5 for k, v in net.down.state_dict().items()})
+
+
 STREAMED = {"enabled": True, "min_size": "4KiB"}
 #: What is trained, and the overlaps with which; the first ones without sharing the states as well.
 CASES = [
@@ -131,6 +138,7 @@ CASES = [
     ({"blocks": "alone", "gradient_as_bucket_view": True}, ("eager",)),
     ({"streams": True, "loop": {"clip": 0.5}}, ("commit", "off")),
     ({"streams": True, "loop": {"accumulation": 3}}, ("eager",)),
+    ({"streams": True, "after": half}, ("commit", "eager")),
     ({"streams": True, "blocks": "with ends"}, ("commit",)),
 ]
 

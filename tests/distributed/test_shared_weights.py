@@ -54,25 +54,35 @@ def bytes_of_streamed(found):
 
 # ---------------------------------------------------------------------- bytes
 def every_overlap(rank, directory):
-    """Return, by overlap, what a rank wrote in each step, and the bytes of the streamed weights."""
+    """Return, by overlap, what a rank wrote in each step, and the bytes of the streamed weights.
+
+    And the bytes on its disk after the last step, of which so many are its states.
+    """
     plain, result = train(rank, None, steps=range(STEPS)), {}
     for overlap in ("commit", "eager", "off"):
+        kept = []
         with OffloadEngine(sections(directory, overlap)) as engine:
-            found, written = written_each_step(rank, engine)
+            after = {"after": lambda *found, kept=kept: kept.append(found)}
+            found, written = written_each_step(rank, engine, **after)
             check(overlap, plain, found, moved=("optimizer", "parameters"))
-        result[overlap] = written
+            dist.barrier()
+            used = sum(engine._resources.tier_used_bytes().values())
+            result[overlap] = written, used, engine._optimizers.state_bytes
     return result, bytes_of_streamed(plain)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_machine_writes_each_new_weight_once_whatever_the_number_of_ranks(tmp_path, size):
+def test_a_machine_writes_and_keeps_each_weight_once_whatever_the_number_of_ranks(tmp_path, size):
     results = run_ranks("tests.distributed.test_shared_weights:every_overlap", tmp_path, size)
     weights = results[0][1]
     for overlap in ("commit", "eager", "off"):
-        for step in range(1, STEPS):
-            written = sum(by_rank[overlap][step] for by_rank, _ in results)
+        by_step, *totals = zip(*(of_rank[overlap] for of_rank, _ in results), strict=True)
+        for written in [sum(of_ranks) for of_ranks in zip(*by_step, strict=True)][1:]:
             # Whole pages are written; commit moves what comes from an update in slices once more.
-            assert 0.9 * weights < written < 1.1 * weights, (overlap, step, written, weights)
+            assert 0.9 * weights < written < 1.1 * weights, (overlap, written, weights)
+        used, states = map(sum, totals)
+        # Extents are whole pages, of which small states leave some.
+        assert used < 1.15 * (weights + states), (overlap, used, weights, states)
 
 
 # ---------------------------------------------------------------------- what cannot be shared
@@ -237,40 +247,3 @@ def one_cannot_write(rank, directory):
 
 def test_all_ranks_raise_if_one_cannot_store_its_weights(tmp_path):
     run_ranks("tests.distributed.test_shared_weights:one_cannot_write", tmp_path)
-
-
-def changed_by_hand(rank, directory):
-    """Weights that every rank sets between steps are those that training goes on with."""
-
-    def half(step, net, optimizer):
-        with torch.no_grad():
-            net.up.weight.mul_(0.5)
-            net.down.load_state_dict({k: v * 0.5 for k, v in net.down.state_dict().items()})
-
-    plain = train(rank, None, after=half)
-    for overlap in ("commit", "eager"):
-        with OffloadEngine(sections(directory, overlap)) as engine:
-            ours = train(rank, engine, after=half)
-            check(overlap, plain, ours, moved=("optimizer", "parameters"))
-
-
-def test_weights_may_be_changed_between_steps(tmp_path):
-    run_ranks("tests.distributed.test_shared_weights:changed_by_hand", tmp_path)
-
-
-def left_after(rank, directory):
-    """Return the bytes on this rank's disk, of its states, and of all streamed weights."""
-    plain = train(rank, None, steps=range(STEPS))
-    with OffloadEngine(sections(directory, "commit")) as engine:
-        kept = []
-        train(rank, engine, steps=range(STEPS), after=lambda *found: kept.append(found))
-        dist.barrier()
-        used = sum(engine._resources.tier_used_bytes().values())
-        return used, engine._optimizers.state_bytes, bytes_of_streamed(plain)
-
-
-def test_the_disk_has_each_weight_once_after_a_step(tmp_path):
-    results = run_ranks("tests.distributed.test_shared_weights:left_after", tmp_path)
-    used, states = (sum(each[place] for each in results) for place in (0, 1))
-    # Extents are whole pages, of which small states leave some.
-    assert used < 1.15 * (results[0][2] + states), results
