@@ -138,7 +138,8 @@ class GradientBacking:
         self.history = EditHistory()
         #: How many of the edits were applied to the memory that the source shares.
         self._applied = 0
-        # The latest norm of each order, and the edits after which it was taken.
+        # The latest norm of each order, and the edits after which it was taken; for as long as
+        # the values are not `edited`.
         self._norms: dict[float, tuple[EditHistory, torch.Tensor]] = {}
         #: Orders of the norms that were requested of the gradient as backward left it.
         self.requested_norms: set[float] = set()
@@ -171,7 +172,7 @@ class GradientBacking:
         If the source shares its memory, that is what is returned, and the edits are applied to it,
         once; `history` goes on to name them, so that they can still be compared. Else it is a copy.
         """
-        self._notice_changes()
+        self._edited = self.edited  # before the version changes
         data, shared = self._load()
         self._pending().apply_(data)
         if shared:
@@ -214,7 +215,6 @@ class GradientBacking:
         self._edited = True
         self.history = EditHistory()
         self._applied = 0
-        self._norms.clear()
 
     def _pending(self) -> EditHistory:
         return EditHistory(self.history.edits[self._applied :])
@@ -267,9 +267,8 @@ class GradientBacking:
 
     def norm(self, order: float) -> torch.Tensor:
         """The norm as `norm_of` computes it; values are loaded only if it is not cached."""
-        if self.is_materialized:
-            return norm_of(self.materialize(), order)
-        self._notice_changes()
+        if self.edited:
+            return norm_of(self.read(), order)
         order = float(order)
         if not self.history:
             self.requested_norms.add(order)
@@ -286,11 +285,3 @@ class GradientBacking:
         if is_asynchronous(self.metadata.device):
             return bool(self.metadata.shape.numel()) and ~self.norm(math.inf).isfinite()
         return has_overflow(self.read())
-
-    def _notice_changes(self) -> None:
-        """Drop cached norms if somebody has changed the source's memory directly."""
-        version = self._source_version()
-        if self._version != version:
-            self._norms.clear()
-            self._edited = True
-            self._version = version
