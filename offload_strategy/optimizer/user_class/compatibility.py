@@ -7,7 +7,6 @@ attach: by what they keep, and by a trial.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
     space["__new__"] = lambda cls, *_, **__: object.__new__(cls)
     space |= {"__module__": base.__module__, "__doc__": base.__doc__}
     try:
-        return types.new_class(base.__name__, (base, kind), {}, lambda body: body.update(space))
+        return type(base.__name__, (base, kind), space)
     except TypeError:
         return base
 

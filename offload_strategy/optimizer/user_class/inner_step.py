@@ -152,9 +152,8 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two states have the same tensors, to the last bit, and numbers."""
 
     def same(mine: Any, theirs: Any) -> bool:
-        if not isinstance(mine, torch.Tensor):
-            both_nan = mine != mine and theirs != theirs
-            return type(mine) not in (int, float) or mine == theirs or both_nan
+        if not isinstance(mine, torch.Tensor):  # NaN, too, is written as NaN
+            return type(mine) not in (int, float) or repr(mine) == repr(theirs)
         return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and torch.equal(
             *(each.reshape(-1).view(torch.uint8) for each in (mine, theirs))
         )

@@ -226,9 +226,8 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     """A copy whose values an unfit update may change. Values with functions in them are shared."""
 
     def own(value: Any) -> Any:
-        return (
-            value if any(isinstance(p, watch.CODE) for p in watch.parts(value)) else deepcopy(value)
-        )
+        has_code = any(isinstance(part, watch.CODE) for part in watch.parts(value))
+        return value if has_code else deepcopy(value)
 
     twin = inner_step.copy_with_parameters(optimizer, {}, [], [])
     twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in watch.OWN_ATTRIBUTES}

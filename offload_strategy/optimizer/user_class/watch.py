@@ -10,7 +10,6 @@ another parameter. No trial has every size and every step, so real updates are w
 from __future__ import annotations
 
 import inspect
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -138,12 +137,9 @@ def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and (
-        all(map(operator.is_, now, before))
-        or all(
-            one is other or (type(one) is type(other) in _PLAIN and one == other)
-            for one, other in zip(now, before, strict=True)
-        )
+    return len(now) == len(before) and all(
+        one is other or (type(one) is type(other) in _PLAIN and one == other)
+        for one, other in zip(now, before, strict=True)
     )
 
 
