@@ -349,8 +349,7 @@ class OffloadedOptimizer(Optimizer):
             return
         self._rank_shards.first_gradient()
         self._planned()
-        if not self._rank_shards.awaits_reduction(parameter):
-            self._overlap.gradient_ready(parameter)
+        (self._rank_shards.reductions or self._overlap).gradient_ready(parameter)
 
     def _planned(self) -> list[Subgroup]:
         """The subgroups, planned when first needed: the model may move to its device before."""

@@ -62,20 +62,6 @@ class DataParallelGroup:
         self.shards_states = shards_states and self.size > 1
         self._directory: RankDirectory | None = None
 
-    @property
-    def reduces(self) -> bool:
-        """Whether the running backward pass reduces gradients: not within `no_sync`."""
-        module = self.module()
-        # DDP notes it in the forward pass, which decides, and not the context of backward.
-        return module is not None and bool(module.require_forward_param_sync)
-
-    def unused_parameters(self) -> list[torch.Tensor]:
-        """Parameters that may get a gradient although this rank did not use them."""
-        module = self.module()
-        if module is None or not module.find_unused_parameters:
-            return []
-        return [p for p in module.parameters() if p.requires_grad and p.grad is not None]
-
     def any_rank(self, own: Sequence[bool]) -> list[bool]:
         """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
         self.ranks()
@@ -114,7 +100,11 @@ class DataParallelGroup:
         """
         if self._directory is not None and dist.get_backend(self.process_group) == "gloo":
             until = math.inf
-            while not _ends_soon(work):
+            while True:
+                with suppress(RuntimeError):  # of the time, or why it failed
+                    work.wait(_LOOK_EVERY)
+                if work.is_completed():
+                    break
                 if until == math.inf and self._directory.ended():
                     until = perf_counter() + _PATIENCE_SECONDS
                 elif perf_counter() > until:
@@ -192,13 +182,6 @@ class GroupRegistry:
         return None
 
 
-def _ends_soon(work: dist.Work) -> bool:
-    """Whether a collective has ended, or has failed, after some time."""
-    with suppress(RuntimeError):  # of the time, or why it failed
-        work.wait(_LOOK_EVERY)
-    return bool(work.is_completed())
-
-
 def allow_forced_exit(works: Iterable[dist.Work]) -> None:
     """End this process in time although collectives do not end, after an error."""
     if not _pending:
@@ -224,9 +207,9 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
 
     `streams`: its weights are to be streamed; `swaps`: its optimizer's states are to be offloaded.
     """
-    modules = list(model.modules())
-    groups = [group for module in modules for group in fsdp_groups(module)]
-    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+    groups = [group for module in model.modules() for group in fsdp_groups(module)]
+    sharded = [each for group in groups for each in group.fsdp_params]
+    managed = {id(each.sharded_param) for each in sharded}
     if streams and any(is_sharded(p) and id(p) not in managed for p in model.parameters()):
         raise ConfigError(
             "attach: parameters.enabled streams the weights of models that FSDP2 shards, and "
@@ -239,9 +222,7 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
             "forward and backward, sharded over N ranks, and parameters.enabled streams them: set "
             "reshard_after_forward to True or False, or parameters.enabled to false."
         )
-    if any(each.offload_to_cpu for group in groups for each in group.fsdp_params) and (
-        swaps or streams
-    ):
+    if (swaps or streams) and any(each.offload_to_cpu for each in sharded):
         raise ConfigError(
             "attach: fully_shard(offload_policy=CPUOffloadPolicy()) keeps weights and states of "
             "the optimizer in host memory, and this engine moves them too. Leave the policy out, "

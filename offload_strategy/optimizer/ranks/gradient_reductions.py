@@ -5,9 +5,10 @@ A parameter's own hook sees the gradient of this rank alone. `DistributedDataPar
 in buckets, reduces each as soon as it is full, and puts the results into `p.grad` in a callback at
 the end of the pass. So there are two times at which gradients are final:
 
-- When a bucket is reduced, which a communication hook of ours learns, they are in the bucket. The
-  hook does what DDP does without one, to the last bit. Where hooks cannot be, because there is one
-  already or because it is not known before the end who has gradients at all, this is left out.
+- When a bucket is reduced, which a communication hook of ours learns from the second pass on, they
+  are in the bucket. The hook does what DDP does without one, to the last bit. Where hooks cannot
+  be, because there is one already or because it is not known before the end who has gradients at
+  all, this is left out.
 - At the end of the pass they are in `p.grad`. A callback that a callback has queued runs after
   DDP's, whatever that queued itself.
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap, BackwardPasses
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
@@ -47,13 +49,12 @@ class GradientReductions:
         self._seen: dict[int, torch.Tensor] = {}
         self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
         self._listens = False
-        # Not within a pass: of its buckets some would be scaled by DDP, and some by us.
-        if torch._C._current_graph_task_id() == -1:
-            self._listen()
 
-    def gradient_computed(self, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Handle a gradient of this rank that is not reduced yet."""
-        if not self._dp_group.reduces:
+        module = self._dp_group.module()
+        # Not within `no_sync`. DDP notes it in the forward pass, which decides, not backward.
+        if module is None or not module.require_forward_param_sync:
             return
         task = self._passes.task
         if self._passes.begins(parameter):
@@ -96,19 +97,22 @@ class GradientReductions:
 
     def _end(self) -> None:
         seen, self._seen = self._seen, {}
-        seen |= {id(parameter): parameter for parameter in self._dp_group.unused_parameters()}
         self._passes.end()
         self._reducing.clear()
-        if not self._listens:
-            self._listen()
+        module = self._dp_group.module()
+        if module is not None and module.find_unused_parameters:
+            # What this rank has not used may have got a gradient from others.
+            seen |= {id(p): p for p in module.parameters() if p.requires_grad}
+        if module is not None and not self._listens:
+            self._listens = True
+            self._listen(module)
         self._overlap.backward_over(list(seen.values()))
 
-    def _listen(self) -> None:
-        """Listen to every bucket, if the module allows a hook."""
-        self._listens = True
-        module = self._dp_group.module()
-        if module is None:
-            return
+    def _listen(self, module: DistributedDataParallel) -> None:
+        """Listen to every bucket, if the module allows a hook.
+
+        Not within a pass: of its buckets some would be scaled by DDP, and some by us.
+        """
         for hook, state in module._comm_hooks:
             if hook is _all_reduce:
                 state.listeners.add(self)  # type: ignore[attr-defined]

@@ -38,7 +38,8 @@ class RankShards:
         self.dp_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
         self._sharing: WeightSharing | None = None
-        self._reductions: GradientReductions | None = None
+        #: What gradients of this rank are told to, which are final only when they are reduced.
+        self.reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
         self._consolidated_on: int | None = None
@@ -55,7 +56,7 @@ class RankShards:
         self._seen_changes = self._registry.changes
         self.dp_group = self._registry.find_group(parameters())
         if self.dp_group is not None and overlap is not None:
-            self._reductions = GradientReductions(self.dp_group, overlap)
+            self.reductions = GradientReductions(self.dp_group, overlap)
         return self.dp_group is not None
 
     def first_gradient(self) -> None:
@@ -63,13 +64,6 @@ class RankShards:
         if not self._has_gradients:
             self._has_gradients = True
             self._seen_changes = -1
-
-    def awaits_reduction(self, parameter: torch.Tensor) -> bool:
-        """Handle a gradient of this rank; return whether it is final only when it is reduced."""
-        if self._reductions is None:
-            return False
-        self._reductions.gradient_computed(parameter)
-        return True
 
     # ------------------------------------------------------------------ owners
     @property
@@ -124,10 +118,11 @@ class RankShards:
             return StepBroadcasts(None, (), weights)
         if self._sharing is None and weights.streams and group.ranks().on_one_machine:
             self._sharing = WeightSharing(group, weights.residency)
-        sharing = self._sharing
+        sharing, streamed = self._sharing, weights.residency.is_streamed_whole
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
         flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
-        flags += [sharing is None or not sharing.can_share(p) for p in parameters.values()]
+        shares = sharing is not None and sharing.works
+        flags += [not (shares and streamed(parameter)) for parameter in parameters.values()]
         flags = group.any_rank(flags)
         changing = list(compress(subgroups, flags[: len(subgroups)]))
         sent = set(compress(parameters, flags[len(subgroups) :]))

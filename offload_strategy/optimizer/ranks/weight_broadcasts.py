@@ -48,10 +48,6 @@ class WeightSharing:
         #: Whether every rank can read the files of all others.
         self.works = dp_group.any_rank([not opened]) == [False]
 
-    def can_share(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank can read a parameter's values where another rank has stored them."""
-        return self.works and self._residency.is_streamed_whole(parameter)
-
     def exchange(
         self, owners: Sequence[tuple[torch.Tensor, int]]
     ) -> list[tuple[torch.Tensor, int]]:
