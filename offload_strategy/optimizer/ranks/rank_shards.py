@@ -36,6 +36,8 @@ class RankShards:
         self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
+        # The same, if its ranks have different states.
+        self._sharding_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
         self._sharing: WeightSharing | None = None
         #: What gradients of this rank are told to, which are final only when they are reduced.
@@ -54,10 +56,11 @@ class RankShards:
         if self.dp_group is not None or self._seen_changes == self._registry.changes:
             return False
         self._seen_changes = self._registry.changes
-        self.dp_group = self._registry.find_group(parameters())
-        if self.dp_group is not None and overlap is not None:
-            self.reductions = GradientReductions(self.dp_group, overlap)
-        return self.dp_group is not None
+        self.dp_group = group = self._registry.find_group(parameters())
+        self._sharding_group = group if group is not None and group.shards_states else None
+        if group is not None and overlap is not None:
+            self.reductions = GradientReductions(group, overlap)
+        return group is not None
 
     def first_gradient(self) -> None:
         """Look for the group once more before the first update: by now all models are wrapped."""
@@ -66,12 +69,6 @@ class RankShards:
             self._seen_changes = -1
 
     # ------------------------------------------------------------------ owners
-    @property
-    def _sharding_group(self) -> DataParallelGroup | None:
-        """The group if its ranks have different states."""
-        group = self.dp_group
-        return group if group is not None and group.shards_states else None
-
     def assign_owners(self, subgroups: Sequence[Subgroup]) -> None:
         """Assign each subgroup in turn to the rank that has the fewest elements so far.
 
