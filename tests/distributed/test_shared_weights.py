@@ -86,19 +86,15 @@ def test_a_machine_writes_and_keeps_each_weight_once_whatever_the_number_of_rank
 
 
 # ---------------------------------------------------------------------- what cannot be shared
-def holding(kept):
-    """Hold the memory of one weight on every rank, which keeps it from being offloaded."""
-
-    def after(step, net, optimizer):
-        kept[:] = [net.up.weight.detach()] if step % 2 == 0 else []
-
-    return after
-
-
 def kept_by_each(rank, directory, what):
     """Where weights cannot be shared they are sent, on all ranks, and the numbers are the same."""
     plain = train(rank, None, steps=range(STEPS))
-    others, options = {}, {}
+    others, options, held = {}, {}, []
+
+    def hold(step, net, optimizer):
+        """Hold the memory of one weight on every rank, which keeps it from being offloaded."""
+        held[:] = [net.up.weight.detach()] if step % 2 == 0 else []
+
     with pytest.MonkeyPatch.context() as patch:
         if what == "encrypted":
             others = {"io": {"encryption": True}}
@@ -108,7 +104,7 @@ def kept_by_each(rank, directory, what):
             cannot_open = raising(ConfigError("it cannot be opened"))
             patch.setattr(shared_tickets.SharedFile, "__init__", cannot_open)
         elif what == "held":
-            options = {"after": holding([])}
+            options = {"after": hold}
         with OffloadEngine(sections(directory, "eager", **others)) as engine:
             found, written = written_each_step(rank, engine, **options)
             check(what, plain, found, moved=("optimizer", "parameters"))
