@@ -15,13 +15,13 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan
-from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
+from offload_strategy.plan_runtime.profile import Profile, TensorLife
 
 #: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
 _BUFFERS = 3
@@ -77,7 +77,7 @@ class _Lane:
     """One direction of the path; first in, first out."""
 
     name: str
-    rates: PathRates
+    bytes_per_second: float
     waiting: deque[_Transfer] = field(default_factory=deque)
     busy: bool = False
 
@@ -99,12 +99,8 @@ class _Tensor:
         return self.transfer is not None and self.transfer.write
 
 
-#: Time within the step, kind, what returns the cause of a wait or None, and what happens.
-_Event = tuple[float, _Kind, Callable[[], str | None], Callable[[], None]]
-
-
-def _nothing() -> None:
-    pass
+#: Time within the step, kind, and what happens, which yields the cause of each wait before that.
+_Event = tuple[float, _Kind, Callable[[], Iterable[str] | None]]
 
 
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
@@ -124,11 +120,10 @@ class _Replay:
         self._serial = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         #: Lanes by whether they write; empty without a path.
-        self._lanes = {
-            write: _Lane(f"{path.name} {'write' if write else 'read'}", path)
-            for path in profile.paths
-            for write in (False, True)
-        }
+        self._lanes: dict[bool, _Lane] = {}
+        for path in profile.paths:
+            self._lanes[False] = _Lane(f"{path.name} read", path.read)
+            self._lanes[True] = _Lane(f"{path.name} write", path.write)
         self._fetches = {move.tensor: move.fetch_at for move in (plan.moves if plan else ())}
         self._tensors = [
             _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
@@ -164,7 +159,7 @@ class _Replay:
             self._begin_step()
             passed = computing = 0.0
             stalls = dict.fromkeys(("reads", "memory", "updates"), 0.0)
-            for at, _, missing, happen in events:
+            for at, _, happen in events:
                 seconds = max(0.0, at - passed)
                 computing += seconds
                 passed = max(at, passed)
@@ -172,14 +167,13 @@ class _Replay:
                 while self._delay > 0:  # delayed meanwhile
                     yield self._take_delay()
                 cause, since = None, self._now
-                while (what := missing()) is not None:
+                for what in happen() or ():
                     cause = cause or what
                     self._waits = True
                     yield None
                 if cause is not None:
                     stalls[cause] += self._now - since
                     self._waits = False
-                happen()
         seconds, busy = self._now - self._began, self._busy.items()
         lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
         peak = max(nbytes for _, nbytes in self._curve)
@@ -207,55 +201,46 @@ class _Replay:
     def _events_of_a_step(self) -> list[_Event]:
         profile, step = self._profile, self._profile.step_seconds
         events: list[_Event] = [
-            (profile.forward_seconds, _Kind.BACKWARD, _nothing, self._read_states),
-            (step, _Kind.END, self._missing_updates, _nothing),
+            (profile.forward_seconds, _Kind.BACKWARD, self._read_states),
+            (step, _Kind.END, self._end),
         ]
         for tensor in self._tensors:
             life = tensor.life
             created, used = life.uses
-            room = partial(self._room_missing, life.nbytes)
-            events.append((created, _Kind.USE, room, partial(self._create, tensor)))
-            missing = partial(self._missing, tensor)
-            events.append((used, _Kind.USE, missing, partial(self._use, tensor)))
+            events.append((created, _Kind.USE, partial(self._create, tensor)))
+            events.append((used, _Kind.USE, partial(self._use, tensor)))
             if life.held_until > created:
                 at = min(life.held_until, step)
-                events.append((at, _Kind.FREE, _nothing, partial(self._release, tensor)))
+                events.append((at, _Kind.FREE, partial(self._release, tensor)))
         for number, at in self._fetches.items():
             fetch = partial(self._fetch, self._tensors[number])
-            events.append((min(at, step), _Kind.FETCH, _nothing, fetch))
+            events.append((min(at, step), _Kind.FETCH, fetch))
         before = profile.baseline[-1][1]
         for at, nbytes in profile.baseline:
             grows, before = nbytes - before, nbytes
             kind = _Kind.MORE if grows > 0 else _Kind.LESS
-            room = partial(self._room_missing, grows)
-            events.append((min(at, step), kind, room, partial(self._require, grows)))
-        for number, update in enumerate(profile.updates):
-            ready = partial(self._gradients_ready, number)
-            events.append((min(update.ready_at, step), _Kind.UPDATE, _nothing, ready))
+            events.append((min(at, step), kind, partial(self._require, grows)))
+        for update in profile.updates:
+            events.append((min(update.ready_at, step), _Kind.UPDATE, self._gradients_ready))
         return sorted(events, key=lambda event: event[:2])
 
+    # ------------------------------------------------------------------ memory
+    def _require(self, nbytes: int) -> Iterator[str]:
+        """Take memory, or give it back; wait if there is too little and a write will free some."""
+        while nbytes > 0 and self._memory + nbytes > self._limit and self._leaving:
+            yield "memory"
+        self._count(nbytes)
+        if nbytes < 0:
+            self._serve_all()
+
+    def _count(self, nbytes: int) -> None:
+        self._memory += nbytes
+        self._curve.append((self._now - self._began, self._memory))
+
     # ------------------------------------------------------------------ tensors
-    def _missing(self, tensor: _Tensor) -> str | None:
-        """Return what training has to wait for before it uses a tensor, or None."""
-        if tensor.away:
-            self._load(tensor)
-        if tensor.transfer is None or tensor.leaving:
-            return None
-        if not tensor.transfer.begun:  # the next one, whether there is room for it or not
-            lane, tensor.transfer.urgent = self._lanes[False], True
-            lane.waiting.remove(tensor.transfer)
-            lane.waiting.appendleft(tensor.transfer)
-            self._serve(lane)
-        return "reads"
-
-    def _room_missing(self, nbytes: int) -> str | None:
-        """Return "memory" if there is too little of it and a write in flight will free some."""
-        over = nbytes > 0 and self._memory + nbytes > self._limit
-        return "memory" if over and self._leaving else None
-
-    def _create(self, tensor: _Tensor) -> None:
+    def _create(self, tensor: _Tensor) -> Iterator[str]:
         nbytes = tensor.life.nbytes
-        self._require(nbytes)
+        yield from self._require(nbytes)
         if not tensor.moves:
             return
 
@@ -276,20 +261,31 @@ class _Replay:
         self._leaving += nbytes
         self._queue(transfer)
 
-    def _use(self, tensor: _Tensor) -> None:
+    def _use(self, tensor: _Tensor) -> Iterator[str]:
+        """Wait until a tensor is back, if it left, and free it."""
+        if tensor.away:
+            self._load(tensor)
+        while tensor.transfer is not None and not tensor.leaving:
+            if not tensor.transfer.begun:  # the next one, whether there is room for it or not
+                lane, tensor.transfer.urgent = self._lanes[False], True
+                lane.waiting.remove(tensor.transfer)
+                lane.waiting.appendleft(tensor.transfer)
+                self._serve(lane)
+            yield "reads"
         if tensor.transfer is not None:  # still in memory: cancel the offload
             if not tensor.transfer.begun:
                 self._lanes[True].waiting.remove(tensor.transfer)
             tensor.transfer = None
             self._leaving -= tensor.life.nbytes
-        self._require(-tensor.life.nbytes)
+        yield from self._require(-tensor.life.nbytes)
 
-    def _release(self, tensor: _Tensor) -> None:
+    def _release(self, tensor: _Tensor) -> Iterable[str]:
         """Drop training's own reference to a tensor."""
         tensor.held = False
-        if tensor.lingers:
-            tensor.lingers = False
-            self._require(-tensor.life.nbytes)
+        if not tensor.lingers:
+            return ()
+        tensor.lingers = False
+        return self._require(-tensor.life.nbytes)
 
     def _fetch(self, tensor: _Tensor) -> None:
         tensor.wanted = tensor.leaving
@@ -307,53 +303,45 @@ class _Replay:
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
         self._queue(transfer)
 
-    def _require(self, nbytes: int) -> None:
-        """Count bytes of memory, and start reads that waited for what is free now."""
-        self._count(nbytes)
-        if nbytes < 0:
-            self._serve_all()
-
-    def _count(self, nbytes: int) -> None:
-        self._memory += nbytes
-        self._curve.append((self._now - self._began, self._memory))
-
     # ------------------------------------------------------------------ updates
-    def _missing_updates(self) -> str | None:
-        return None if self._updated == len(self._profile.updates) else "updates"
+    def _end(self) -> Iterator[str]:
+        while self._updated < len(self._profile.updates):
+            yield "updates"
 
     def _read_states(self) -> None:
         self._reading_states = True
         self._update()
 
-    def _gradients_ready(self, number: int) -> None:
-        self._ready.add(number)
+    def _gradients_ready(self) -> None:
+        self._ready += 1
         self._update()
 
     def _update(self) -> None:
         """Read states ahead, and compute the next update if its states and gradients are here."""
         updates = self._profile.updates
-        held = self._asked - self._updated + self._writing_updates
-        while self._reading_states and self._asked < len(updates) and held < _BUFFERS:
+        while self._reading_states and self._asked < len(updates):
+            if self._asked - self._updated + self._writing_updates >= _BUFFERS:
+                break
             number = self._asked
             self._asked += 1
-            held += 1
             self._move_states(number, updates[number].read_bytes, write=False)
         number = self._updated
-        if number not in self._ready or number not in self._read:
+        if not self._begun == number < self._ready or number not in self._read:
             return
-        self._ready.remove(number)  # it has begun
-        seconds = updates[number].seconds
-        self._keep_busy("update", seconds)
+        self._begun += 1
+        update = updates[number]
+        self._keep_busy("update", update.seconds)
         if self._profile.shared_cores:
-            self._delay_computing(seconds)
-        self._at(seconds, lambda: self._update_over(number))
+            self._delay_computing(update.seconds)
 
-    def _update_over(self, number: int) -> None:
-        self._updated += 1
-        self._writing_updates += 1
-        self._move_states(number, self._profile.updates[number].written_bytes, write=True)
-        self._update()
-        self._retry()
+        def over() -> None:
+            self._updated += 1
+            self._writing_updates += 1
+            self._move_states(number, update.written_bytes, write=True)
+            self._update()
+            self._retry()
+
+        self._at(update.seconds, over)
 
     def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
         def moved() -> None:
@@ -392,7 +380,7 @@ class _Replay:
         lane.waiting.remove(transfer)
         lane.busy = transfer.begun = True
         self._count(transfer.takes)
-        seconds = lane.rates.seconds(transfer.nbytes, write=transfer.write)
+        seconds = transfer.nbytes / lane.bytes_per_second
         self._keep_busy(lane.name, seconds, transfer.nbytes)
 
         def over() -> None:
@@ -411,8 +399,8 @@ class _Replay:
         self._began = self._now
         self._curve = [(0.0, self._memory)]
         self._busy: dict[str, tuple[int, float]] = {}  # bytes and seconds by lane
-        # Updates of the last step may still be written.
-        self._ready: set[int] = set()
+        # How many updates have final gradients, have asked for their states, have begun and have
+        # ended, and whose states are in memory. Updates of the last step may still be written.
+        self._ready = self._asked = self._begun = self._updated = 0
         self._read: set[int] = set()
-        self._asked = self._updated = 0
         self._reading_states = False
