@@ -36,8 +36,6 @@ from offload_strategy.units import format_size, markdown_table
 
 #: Share of a limit that a plan leaves free, because steps differ a little.
 _MARGIN = 0.015
-#: A read is urgent if it cannot start earlier than this share of its time before it must.
-_SLACK = 0.5
 #: What a user can do if moves are not hidden, or are not enough.
 CHECKPOINT = (
     "checkpoint blocks (model.gradient_checkpointing_enable() or torch.utils.checkpoint), which "
@@ -57,7 +55,6 @@ class PlannedMove:
     gone_at: float  # When its memory is free
     fetch_at: float  # When its read starts
     needed_at: float  # When it is used
-    urgent: bool = False  # Whether its read has no time to spare and should overtake others
     hidden: bool = True  # Whether computation hides the transfers; otherwise training waits
 
 
@@ -90,8 +87,8 @@ class LifetimePlan:
         rows = []
         for move in self.moves:
             times = (move.leaves_at, move.gone_at, move.fetch_at, move.needed_at)
-            remark = "waited for" if not move.hidden else "urgent" if move.urgent else ""
             seconds = (f"{time:.3f} s" for time in times)
+            remark = "" if move.hidden else "waited for"
             rows.append((move.name, format_size(move.nbytes), move.place, *seconds, remark))
         head = "tensor | size | to | leaves at | gone at | fetched at | needed at |"
         return (
@@ -237,8 +234,7 @@ class _Planner:
         self._writes.book(move.leaves_at, written)
         self._reads.book(-move.needed_at, -back)
         gone = max(written, move.gone_at)
-        urgent = back - gone < _SLACK * self._path.seconds(move.nbytes, write=False)
-        self.moves.append(replace(move, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden))
+        self.moves.append(replace(move, gone_at=gone, fetch_at=back, hidden=hidden))
 
 
 # ---------------------------------------------------------------------- files
