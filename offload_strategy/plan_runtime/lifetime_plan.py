@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -179,21 +179,12 @@ class _Planner:
 
     def hide(self) -> None:
         """Select moves that computation hides."""
-
-        def look(move: PlannedMove) -> _Offer | None:
-            written = self._writes.after(move.leaves_at, move.nbytes)
-            return self._offer(move, written, -self._reads.after(-move.needed_at, move.nbytes))
-
-        for move, offer in self._best(look):
-            self._curve.add(offer.gone, offer.back, -move.nbytes)
+        for move, offer in self._best(hidden=True):
             self._book(move, offer.written, offer.back, hidden=True)
 
     def force(self) -> None:
         """Select further moves, for which training will wait."""
-        forced = []
-        for move, _ in self._best(lambda move: self._offer(move, move.leaves_at, move.needed_at)):
-            self._curve.add(move.gone_at, move.needed_at, -move.nbytes)
-            forced.append(move)
+        forced = [move for move, _ in self._best(hidden=False)]
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
@@ -201,33 +192,37 @@ class _Planner:
             self._book(move, written, back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
-    def _best(
-        self, look: Callable[[PlannedMove], _Offer | None]
-    ) -> Iterator[tuple[PlannedMove, _Offer]]:
-        """Take moves out of the possible ones, the best offer of `look` first, until it fits."""
+    def _best(self, *, hidden: bool) -> Iterator[tuple[PlannedMove, _Offer]]:
+        """Take moves out of the possible ones, the best offer first, until the step fits."""
         queue = [
             (*offer.rank(move), number)
             for number, move in self._left.items()
-            if (offer := look(move)) is not None
+            if (offer := self._offer(move, hidden=hidden)) is not None
         ]
         heapq.heapify(queue)
         while queue and self._curve.peak_bytes > self._limit:
             *_, number = heapq.heappop(queue)
-            if (offer := look(self._left[number])) is None:
+            move = self._left[number]
+            if (offer := self._offer(move, hidden=hidden)) is None:
                 continue
-            rank = offer.rank(self._left[number])
+            rank = offer.rank(move)
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
-                yield self._left.pop(number), offer
+                del self._left[number]
+                self._curve.add(offer.gone, offer.back, -move.nbytes)
+                yield move, offer
 
-    def _offer(self, move: PlannedMove, written: float, back: float) -> _Offer | None:
-        """Return the offer for being away in a span; None if that relieves nothing."""
+    def _offer(self, move: PlannedMove, *, hidden: bool) -> _Offer | None:
+        """Return the offer of a move, whose transfers may have to be hidden; None for no relief."""
+        nbytes, written, back = move.nbytes, move.leaves_at, move.needed_at
+        if hidden:
+            written, back = self._writes.after(written, nbytes), -self._reads.after(-back, nbytes)
         gone = max(written, move.gone_at)
-        gained = self._curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
+        gained = self._curve.relief(gone, back, nbytes, self._limit)
         if gained <= 0:
             return None
-        cost = sum(self._path.seconds(move.nbytes, write=write) for write in (True, False))
+        cost = nbytes / self._path.write + nbytes / self._path.read
         return _Offer(gained / cost, written, gone, back)
 
     def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:

@@ -67,10 +67,6 @@ class PathRates:
     read: Annotated[float, Field(gt=0)]
     write: Annotated[float, Field(gt=0)]
 
-    def seconds(self, nbytes: int, *, write: bool) -> float:
-        """Return the seconds of a transfer on an idle path."""
-        return nbytes / (self.write if write else self.read)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
