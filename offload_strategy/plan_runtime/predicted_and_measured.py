@@ -164,20 +164,20 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     Reads are in the order of need: a read starts earlier if the path has no time left, with
     backward at the earliest.
     """
-    tensors, path = profile.tensors, profile.path or PathRates("no path", 1.0, 1.0)
-    moves: list[PlannedMove] = []
-    reads, numbers = Timeline(path.read), set(leaving) if profile.paths else ()
-    for number in sorted(numbers, key=lambda number: (-tensors[number].uses[1], -number)):
-        tensor = tensors[number]
-        leaves, needed = tensor.uses
-        fetch = -reads.after(-needed, tensor.nbytes)
-        reads.book(-needed, -fetch)
-        fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
-        what = (number, tensor.name, tensor.nbytes, path.name)
-        moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
+    tensors, moves = profile.tensors, list[PlannedMove]()
+    if (path := profile.path) is not None:
+        reads = Timeline(path.read)
+        for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
+            tensor = tensors[number]
+            leaves, needed = tensor.uses
+            fetch = -reads.after(-needed, tensor.nbytes)
+            reads.book(-needed, -fetch)
+            fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
+            what = (number, tensor.name, tensor.nbytes, path.name)
+            moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
     # Of reads that begin together, the one that is needed first is the first.
-    most = peak + sum(tensor.nbytes for tensor in profile.tensors)
+    most = peak + sum(tensor.nbytes for tensor in tensors)
     return LifetimePlan(most, peak, peak, tuple(reversed(moves)))
 
 

@@ -87,7 +87,11 @@ def weight_schedule(
     before: BlockPass | None = None
     # The second round shows a step that is not the first.
     for place, block_pass in [*enumerate(passes)] * 2:
-        wanted = [block_pass, *_following(passes, place, blocks_in_flight - 1)]
+        # The next pass of each block, this one first; they are followed by those of the next step.
+        coming: dict[str, BlockPass] = {}
+        for each in (*passes[place:], *passes[:place]):
+            coming.setdefault(each.block, each)
+        wanted = list(coming.values())[:blocks_in_flight]
         # The block that computes is among them if it could not be prefetched.
         missing = [each for each in wanted if each.block not in here]
         read = sum(each.weights_bytes for each in missing)
@@ -102,12 +106,3 @@ def weight_schedule(
         rows.append(ScheduleRow(block_pass, ahead, read, written, written_bytes))
         before = block_pass
     return WeightSchedule(tuple(rows[len(passes) :]), learned)
-
-
-def _following(passes: Sequence[BlockPass], place: int, count: int) -> list[BlockPass]:
-    """Return the next passes of other blocks, each block once, wrapping to the next step."""
-    found: dict[str, BlockPass] = {}
-    for block_pass in [*passes[place + 1 :], *passes[:place]]:
-        if block_pass.block != passes[place].block:
-            found.setdefault(block_pass.block, block_pass)
-    return list(found.values())[:count]
