@@ -143,6 +143,9 @@ class _Replay:
                 raise RuntimeError("the replay waits for an event that never happens")
             self._now, _, happen = heapq.heappop(self._events)
             happen()
+            self._serve()
+            if self._waits:
+                self._go_on()
         return self._done
 
     def _at(self, seconds: float, happen: Callable[[], None]) -> None:
@@ -169,18 +172,20 @@ class _Replay:
                 cause, since = None, self._now
                 for what in happen() or ():
                     cause = cause or what
-                    self._waits = True
                     yield None
                 if cause is not None:
                     stalls[cause] += self._now - since
-                    self._waits = False
         seconds, busy = self._now - self._began, self._busy.items()
         lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
         peak = max(nbytes for _, nbytes in self._curve)
         self._done = StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))
 
     def _go_on(self) -> None:
-        if (seconds := next(self._training, None)) is not None:
+        seconds = next(self._training, None)
+        self._waits = seconds is None
+        # A read that is planned to end just in time must end before the event that needs it.
+        self._serve()
+        if seconds is not None:
             self._at(seconds, self._go_on)
 
     def _take_delay(self) -> float:
@@ -191,12 +196,6 @@ class _Replay:
         """Delay computation; no delay if training waits anyway."""
         if not self._waits:
             self._delay += seconds
-
-    def _retry(self) -> None:
-        """Check whether training can go on after a transfer or an update has ended."""
-        self._serve_all()
-        if self._waits:
-            self._go_on()
 
     def _events_of_a_step(self) -> list[_Event]:
         profile, step = self._profile, self._profile.step_seconds
@@ -230,8 +229,6 @@ class _Replay:
         while nbytes > 0 and self._memory + nbytes > self._limit and self._leaving:
             yield "memory"
         self._count(nbytes)
-        if nbytes < 0:
-            self._serve_all()
 
     def _count(self, nbytes: int) -> None:
         self._memory += nbytes
@@ -270,7 +267,6 @@ class _Replay:
                 lane, tensor.transfer.urgent = self._lanes[False], True
                 lane.waiting.remove(tensor.transfer)
                 lane.waiting.appendleft(tensor.transfer)
-                self._serve(lane)
             yield "reads"
         if tensor.transfer is not None:  # still in memory: cancel the offload
             if not tensor.transfer.begun:
@@ -339,7 +335,6 @@ class _Replay:
             self._writing_updates += 1
             self._move_states(number, update.written_bytes, write=True)
             self._update()
-            self._retry()
 
         self._at(update.seconds, over)
 
@@ -358,25 +353,21 @@ class _Replay:
 
     # ------------------------------------------------------------------ lanes
     def _queue(self, transfer: _Transfer) -> None:
-        lane = self._lanes[transfer.write]
-        lane.waiting.append(transfer)
-        self._serve(lane)
+        self._lanes[transfer.write].waiting.append(transfer)
 
-    def _serve_all(self) -> None:
+    def _serve(self) -> None:
+        """Start the next transfer of each lane that is idle."""
         for lane in self._lanes.values():
-            self._serve(lane)
+            if lane.waiting and not lane.busy:
+                transfer: _Transfer | None = lane.waiting[0]
+                if lane.waiting[0].takes > self._limit - self._memory:
+                    # For want of room a tensor must not block states, or what training waits for.
+                    others = (one for one in lane.waiting if one.urgent or not one.takes)
+                    transfer = next(others, None)
+                if transfer is not None:
+                    self._start(lane, transfer)
 
-    def _serve(self, lane: _Lane) -> None:
-        """Start the next transfer of a lane that is idle."""
-        if lane.busy or not lane.waiting:
-            return
-        transfer: _Transfer | None = lane.waiting[0]
-        if lane.waiting[0].takes > self._limit - self._memory:
-            # For want of room a tensor must not block states, or what training waits for.
-            others = (one for one in lane.waiting if one.urgent or not one.takes)
-            transfer = next(others, None)
-        if transfer is None:
-            return
+    def _start(self, lane: _Lane, transfer: _Transfer) -> None:
         lane.waiting.remove(transfer)
         lane.busy = transfer.begun = True
         self._count(transfer.takes)
@@ -386,7 +377,6 @@ class _Replay:
         def over() -> None:
             lane.busy = False
             transfer.done()
-            self._retry()
 
         self._at(seconds, over)
 
