@@ -25,8 +25,8 @@ from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size, markdown_l
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
-#: Characters of a line of comments in a config file.
-_WIDTH = 96
+#: How the comments of a config file are broken into lines.
+_WRAP: Any = {"initial_indent": "# ", "subsequent_indent": "#   ", "break_on_hyphens": False}
 _KINDS: dict[OffloadedKind, str] = {
     "weights": "weights",
     "activations": "activations of a micro-batch",
@@ -326,8 +326,8 @@ def config_yaml(found: SearchResult, directories: Sequence[str]) -> str:
         raise ConfigError("search: the config needs a directory on the drives; name at least one")
     sections = _sections(found, directories)
     OffloadConfig.load(sections)
-    comments = "".join(f"# {line}\n" for line in _comments(found))
-    return f"{comments}\n{yaml.safe_dump(sections, sort_keys=False)}"
+    comments = "\n".join(textwrap.fill(line, 98, **_WRAP) or "#" for line in _comments(found))
+    return f"{comments}\n\n{yaml.safe_dump(sections, sort_keys=False)}"
 
 
 def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]:
@@ -381,7 +381,7 @@ def _comments(found: SearchResult) -> Iterator[str]:
     best, request, settings = found.best, found.request, found.best.settings
     measured = "no step was measured" if request.on_cpu else "nothing was measured"
     yield f"Found by `ssd-offload plan --search`, by the analytical model: {measured}."
-    yield from _wrapped(f"For {request.shape.parameters:,} parameters {request.machine}.")
+    yield f"For {request.shape.parameters:,} parameters {request.machine}."
     yield ""
     yield (
         f"Predicted: {rounded(best.tokens_per_second)} tokens/s, {best.step.seconds:.2f} s a step; "
@@ -404,22 +404,19 @@ def _comments(found: SearchResult) -> Iterator[str]:
     if settings.overlap == "eager" and settings.offloads_optimizer:
         yield "- no clipping and no loss scale, because overlap is eager"
     if best.offloads and request.on_cpu:
-        yield "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed"
-        yield "  memory returns to the system"
+        yield (
+            "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed memory "
+            "returns to the system"
+        )
     if settings.offloads_optimizer and not request.on_cpu:
         yield ""
-        yield "States are counted with a float32 copy of half-precision weights. The package keeps"
-        yield "one with optimizer.master_weights: true, which changes numbers: it is not set here."
+        yield (
+            "States are counted with a float32 copy of half-precision weights. The package keeps "
+            "one with optimizer.master_weights: true, which changes numbers: it is not set here."
+        )
     yield ""
     yield "Assumed:"
-    for line in found.assumptions():
-        yield from _wrapped(f"- {line}")
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    yield from (f"- {line}" for line in found.assumptions())
 
 
 def _size(nbytes: int) -> str:
