@@ -13,7 +13,7 @@ from benchmarks.io.results import Result, markdown_table
 from benchmarks.planning.papers import timed
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.memory_model import GpuModel
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.step_time import Rates, StageLoad
 from offload_strategy.planner.transformer_shape import TransformerShape

@@ -11,7 +11,7 @@ from offload_strategy.planner.hardware import SSDTRAIN, device, drive_set, lifes
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.memory_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings, weight_buffers
 from offload_strategy.planner.step_time import Rates, StageLoad

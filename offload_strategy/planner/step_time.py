@@ -2,9 +2,8 @@
 
 In every stage of a step, computation, the link to the device and the paths run at the same time,
 and the stage takes as long as the slowest of them. The stages themselves are laid out by the models
-of a run (`planner.search.gpu_model`, `planner.search.cpu_model`). A replay (`plan_runtime.replay`)
-is exact to the tensor, but needs a profile, and seconds where the search tries thousands of
-settings.
+of a run (`planner.search.search_model`). A replay (`plan_runtime.replay`) is exact to the tensor,
+but needs a profile, and seconds where the search tries thousands of settings.
 
 A GPU runs the model next to a host that moves bytes, so both overlap. A model that trains on the
 CPU shares its cores: its updates are added to what computes, and threads that move bytes take time

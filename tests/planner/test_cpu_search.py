@@ -17,7 +17,7 @@ from offload_strategy.planner.request import (
     CpuRequest,
 )
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.search.cpu_model import CpuModel
+from offload_strategy.planner.search.memory_model import CpuModel
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search

@@ -13,8 +13,7 @@ from offload_strategy.planner.hardware import Device, Drive, device, drive_set
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
-from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.memory_model import CpuModel, GpuModel
 from offload_strategy.planner.search.search_result import Space, config_yaml
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search

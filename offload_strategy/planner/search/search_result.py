@@ -405,8 +405,8 @@ def _comments(found: SearchResult) -> Iterator[str]:
         yield "- no clipping and no loss scale, because overlap is eager"
     if best.offloads and request.on_cpu:
         yield (
-            "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed memory "
-            "returns to the system"
+            "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that freed "
+            "memory returns to the system"
         )
     if settings.offloads_optimizer and not request.on_cpu:
         yield ""

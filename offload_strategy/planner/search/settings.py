@@ -28,9 +28,6 @@ from offload_strategy.units import MiB
 
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
-#: Subgroups in flight may take one part in so many of the memory that training may take.
-SUBGROUPS_SHARE = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -1,8 +1,8 @@
 """A search for the settings with the highest throughput, by the analytical model.
 
-All settings of a finite space are placed and, if they fit, timed (`gpu_model`, `cpu_model`); the
-best are kept. Nothing in the space changes what a step computes, except what the caller allows and
-the batch, which is searched only if it is not given.
+All settings of a finite space are placed (`memory_model`) and, if they fit, timed (`search_model`);
+the best are kept. Nothing in the space changes what a step computes, except what the caller allows
+and the batch, which is searched only if it is not given.
 
 [Note: the order of settings]
 The batch comes first: of the batches that come within a small share (`Space.tolerance`) of the
@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from offload_strategy.planner.request import CpuRequest, Request
-from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.memory_model import CpuModel, GpuModel
 from offload_strategy.planner.search.search_result import Candidate, SearchResult, Space
 from offload_strategy.planner.search.settings import Placement, Settings
 from offload_strategy.telemetry import Progress
