@@ -30,7 +30,8 @@ WEARS = {
     "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
 
-_COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
+#: "4xP5510": an x within a name, as in "wd-sn850x-2tb", does not follow a number that begins it.
+_COUNT = re.compile(r"\s*(?:([+-]?[\d.,]+)\s*[x×*]\s*)?(\S.*?)\s*", re.I)
 _MAKERS = ("nvidia", "tesla", "geforce", "samsung", "intel", "micron", "wd")
 
 
@@ -98,11 +99,8 @@ def drive_set(text: str) -> Drive:
     """Read "P5510" or "4xP5510", or raise a ConfigError that says what is wrong."""
     if (match := _COUNT.fullmatch(text)) is None:
         raise ConfigError(f"{text!r} names no drive: write a name, or a count as in '4xP5510'")
-    count, name = match["count"], match["name"]
-    # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
-    if _key(text) in table("drive") or not re.fullmatch(r"[+-]?[\d.,]+", count or ""):
-        count, name = "1", text
-    elif not count.isdecimal() or int(count) < 1:
+    count, name = match.groups("1")
+    if not count.isdecimal() or int(count) < 1:
         raise ConfigError(
             f"{text!r} asks for {count} drives: the count is a whole number from 1 on, as in "
             f"'4x{name}'"

@@ -145,8 +145,8 @@ def _around(settings: Settings, space: Space) -> Iterator[Settings]:
     micro, most = settings.micro_batch, space.most(settings.sequence)
     tried = sorted(_round_numbers(most))
     most //= settings.micro_batches
-    below = max((number for number in tried if number < micro), default=micro)
-    above = min((number for number in tried if number > micro), default=micro)
+    place = tried.index(micro)
+    below, above = tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)]
     step = max(1, (above - below) // 32)
     for number in range(below + 1, min(above, most + 1), step):
         if number != micro:
