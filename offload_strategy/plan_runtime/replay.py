@@ -129,7 +129,8 @@ class _Replay:
             _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
         ]
         self._memory = profile.baseline[-1][1]
-        self._leaving = self._writing_updates = 0
+        self._leaving = 0  # bytes whose write is queued or in flight
+        self._held = 0  # buffers of updates whose states are read, in memory or written
         self._delay = 0.0  # delay of computation by transfers and updates
         self._waits = False
         self._done: StepReplay | None = None
@@ -315,11 +316,10 @@ class _Replay:
     def _update(self) -> None:
         """Read states ahead, and compute the next update if its states and gradients are here."""
         updates = self._profile.updates
-        while self._reading_states and self._asked < len(updates):
-            if self._asked - self._updated + self._writing_updates >= _BUFFERS:
-                break
+        while self._reading_states and self._asked < len(updates) and self._held < _BUFFERS:
             number = self._asked
             self._asked += 1
+            self._held += 1
             self._move_states(number, updates[number].read_bytes, write=False)
         number = self._updated
         if not self._begun == number < self._ready or number not in self._read:
@@ -332,7 +332,6 @@ class _Replay:
 
         def over() -> None:
             self._updated += 1
-            self._writing_updates += 1
             self._move_states(number, update.written_bytes, write=True)
             self._update()
 
@@ -341,7 +340,7 @@ class _Replay:
     def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
         def moved() -> None:
             if write:
-                self._writing_updates -= 1
+                self._held -= 1
             else:
                 self._read.add(number)
             self._update()
