@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -118,7 +118,30 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
 
 
-class Timeline:
+def plan_all(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
+    """Return a plan that offloads tensors whatever room there is, and reads them just in time.
+
+    Reads are in the order of need: a read starts earlier if the path has no time left, with
+    backward at the earliest.
+    """
+    tensors, moves = profile.tensors, list[PlannedMove]()
+    if (path := profile.path) is not None:
+        reads = _Timeline(path.read)
+        for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
+            tensor = tensors[number]
+            leaves, needed = tensor.uses
+            fetch = -reads.after(-needed, tensor.nbytes)
+            reads.book(-needed, -fetch)
+            fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
+            what = (number, tensor.name, tensor.nbytes, path.name)
+            moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
+    peak = profile.peak_bytes
+    # Of reads that begin together, the one that is needed first is the first.
+    most = peak + sum(tensor.nbytes for tensor in tensors)
+    return LifetimePlan(most, peak, peak, tuple(reversed(moves)))
+
+
+class _Timeline:
     """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
 
     Reads are planned back from their ends, on a timeline that runs backwards: its times are
@@ -168,7 +191,7 @@ class _Planner:
     def __init__(self, profile: Profile, curve: MemoryCurve, path: PathRates, limit: int) -> None:
         self.moves: list[PlannedMove] = []
         self._curve, self._path, self._limit = curve, path, limit
-        self._writes, self._reads = Timeline(path.write), Timeline(path.read)
+        self._writes, self._reads = _Timeline(path.write), _Timeline(path.read)
         # Possible moves by tensor, each with the first time at which its memory can be free.
         self._left = {
             n: PlannedMove(n, tensor.name, tensor.nbytes, path.name, begin, free, end, end)

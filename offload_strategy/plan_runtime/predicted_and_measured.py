@@ -17,12 +17,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import FiniteFloat
 
-from offload_strategy.plan_runtime.lifetime_plan import (
-    LifetimePlan,
-    PlannedMove,
-    Timeline,
-    plan_lifetimes,
-)
+from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, plan_all, plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.units import format_size, markdown_table
@@ -131,7 +126,7 @@ class PredictedStep:
     def plan(self) -> LifetimePlan:
         """The moves of a pass."""
         if self.limit is None:
-            return _all_of(self.profile, self.leaving)
+            return plan_all(self.profile, self.leaving)
         return plan_lifetimes(self.profile, self.limit)
 
     def figures(self) -> dict[str, float]:
@@ -156,29 +151,6 @@ def compare_prediction(
         if part in observed
     )
     return PredictionComparison((*parts, *paths), tuple(remarks))
-
-
-def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
-    """Return a plan that offloads tensors whatever room there is, and reads them just in time.
-
-    Reads are in the order of need: a read starts earlier if the path has no time left, with
-    backward at the earliest.
-    """
-    tensors, moves = profile.tensors, list[PlannedMove]()
-    if (path := profile.path) is not None:
-        reads = Timeline(path.read)
-        for number in sorted(set(leaving), key=lambda number: (-tensors[number].uses[1], -number)):
-            tensor = tensors[number]
-            leaves, needed = tensor.uses
-            fetch = -reads.after(-needed, tensor.nbytes)
-            reads.book(-needed, -fetch)
-            fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
-            what = (number, tensor.name, tensor.nbytes, path.name)
-            moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
-    peak = profile.peak_bytes
-    # Of reads that begin together, the one that is needed first is the first.
-    most = peak + sum(tensor.nbytes for tensor in tensors)
-    return LifetimePlan(most, peak, peak, tuple(reversed(moves)))
 
 
 def _text(value: float | None, unit: Unit) -> str:
