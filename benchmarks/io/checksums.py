@@ -72,7 +72,7 @@ def _transfers(context: Context, nbytes: int, count: int) -> _Seconds:
             for mode in alternating(list(_MODES), repeat):
                 store, tier = stores[mode].store, stores[mode].tier
                 begin, used = time.perf_counter(), time.process_time()
-                options = ([tier], [None] * count, (True, False))
+                options = ([tier], [None] * count, False)
                 tickets = store.put_all(parts, CLIENT, *options)
                 store.wait_for_writes()
                 written, used_by_writes = time.perf_counter() - begin, time.process_time() - used

@@ -124,10 +124,9 @@ class TierWrites:
         stalled = stall_seconds[CLIENT]
         for (_, stream), group in itertools.groupby(found, itemgetter(0)):
             _, items, payloads, next_uses = zip(*group, strict=True)
-            hints = (True, payloads[0].is_cpu)
             with nullcontext() if times is None else times.forward.wait():
                 tickets = self.store.put_all(
-                    payloads, CLIENT, self._tiers, next_uses, hints, compute=stream
+                    payloads, CLIENT, self._tiers, next_uses, payloads[0].is_cpu, compute=stream
                 )
             for item, ticket in zip(items, tickets, strict=True):
                 item.ticket = ticket

@@ -48,20 +48,21 @@ class TensorStore:
         client: str,
         tiers: Sequence[Tier],
         *,
-        whole_pages: bool = False,
         one_block_at_a_time: bool = False,
         replaces: Ticket | None = None,
     ) -> Ticket:
         """Offload the bytes of a contiguous tensor, which must not change any more.
 
-        It goes to the first tier that has room. `whole_pages` writes whole memory pages around it
-        if direct I/O would otherwise need a copy. A ticket that it `replaces` is freed once the new
-        one is current, or the other way round: in host memory, the tier holds both until then.
+        It goes to the first tier that has room; for `one_block_at_a_time` see `Move`. A ticket that
+        it `replaces` is freed once the new one is current, or the other way round: in host memory,
+        the tier holds both until then.
 
         Raises TierFullError if no tier has room, StorageError if an earlier write failed.
         """
-        hints = (whole_pages, one_block_at_a_time)
-        return self.put_all([payload], client, tiers, [None], hints, replaces=replaces)[0]
+        [ticket] = self.put_all(
+            [payload], client, tiers, [None], one_block_at_a_time, replaces=replaces
+        )
+        return ticket
 
     def put_all(
         self,
@@ -69,7 +70,7 @@ class TensorStore:
         client: str,
         tiers: Sequence[Tier],
         next_uses: Sequence[float | None],
-        hints: tuple[bool, bool],
+        one_block_at_a_time: bool,
         *,
         replaces: Ticket | None = None,
         compute: torch.Stream | None = None,
@@ -78,8 +79,8 @@ class TensorStore:
 
         `next_uses` are the times of their next reads on a clock that all tickets of these tiers
         share: in a host tier, tickets with a later next use are evicted to make room; with None
-        one neither evicts others nor is evicted. `hints` are `whole_pages` and
-        `one_block_at_a_time`; `compute` is the stream that produced them, if not the current one.
+        one neither evicts others nor is evicted. `compute` is the stream that produced them, if not
+        the current one.
         """
         self._check_usable()
         self._collect()
@@ -91,7 +92,9 @@ class TensorStore:
             end = begin + self._writer.await_room(client, payloads[begin:], tiers)
             those, uses = payloads[begin:end], next_uses[begin:end]
             with UninterruptedSection():
-                entries = self._writer.place(those, client, tiers, uses, hints, replaced, compute)
+                entries = self._writer.place(
+                    those, client, tiers, uses, one_block_at_a_time, replaced, compute
+                )
                 tickets += [self.registry.ticket(entry) for entry in entries]
                 self._writer.submit(entries)
         return tickets

@@ -95,8 +95,6 @@ class Entry:
     nbytes: int
     device: torch.device
     next_use: float | None = None
-    #: Whether what lies around the payload in its pages may be written along.
-    whole_pages: bool = False
     #: See `Move`.
     one_block_at_a_time: bool = False
     #: None for a range of a foreign file, and for a ticket of no bytes.

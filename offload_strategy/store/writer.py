@@ -64,7 +64,7 @@ class Writer(StorePart):
         client: str,
         tiers: Sequence[Tier],
         next_uses: Sequence[float | None],
-        hints: tuple[bool, bool],
+        one_block_at_a_time: bool,
         replaced: Entry | None,
         compute: torch.Stream | None,
     ) -> list[Entry]:
@@ -74,7 +74,8 @@ class Writer(StorePart):
         begun, device = 0, payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
-                entry = Entry(client, payload.nbytes, device, next_use, *hints, payload=payload)
+                entry = Entry(client, payload.nbytes, device, next_use, one_block_at_a_time)
+                entry.payload = payload
                 entries.append(entry)
                 tier = self._claim(entry, payload, tiers, replaced) if entry.nbytes else None
                 if tier is not None and not payload.is_cpu:
@@ -242,7 +243,7 @@ def _lead(entry: Entry, payload: torch.Tensor) -> int:
     Direct I/O takes memory from the begin of a page on; tensors begin a little after one. Memory is
     there by whole pages, so what lies before a tensor in its page can be written along.
     """
-    if not entry.whole_pages or entry.nbytes < _WORTH_BYTES or payload.device.type != "cpu":
+    if entry.nbytes < _WORTH_BYTES or payload.device.type != "cpu":
         return 0
     lead = int(payload.data_ptr()) % PAGE_BYTES
     return 0 if lead % ALIGNMENT_BYTES else lead

@@ -132,8 +132,7 @@ class Loader:
             ahead -= size
             payload = store.take(ticket)
             store.await_writes(_CLIENT, half - size, seconds=math.inf)
-            on_host = device.type == "cpu"
-            yield one, store.put(payload.to(device), _CLIENT, self.tiers, whole_pages=on_host)
+            yield one, store.put(payload.to(device), _CLIENT, self.tiers)
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device:
         return self.device if tensor.is_meta else tensor.device

@@ -218,7 +218,7 @@ class StreamedWeight:
 
     def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
         flat, on_host = values.view(-1).view(torch.uint8), self.device.type == "cpu"
-        return self._store.put(flat, _CLIENT, tiers, whole_pages=True, one_block_at_a_time=on_host)
+        return self._store.put(flat, _CLIENT, tiers, one_block_at_a_time=on_host)
 
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""

@@ -78,13 +78,11 @@ class Client:
 
     def put(self, replaces: Ticket | None = None) -> None:
         payload, content = self._payload()
-        hints = [bool(self.world.random.randrange(2)) for _ in range(2)]
         ticket = self.world.store.put(
             payload,
             "optimizer",
             self.world.tiers,
-            whole_pages=hints[0],
-            one_block_at_a_time=hints[1],
+            one_block_at_a_time=bool(self.world.random.randrange(2)),
             replaces=replaces,
         )
         self.mine[ticket] = content
@@ -95,7 +93,7 @@ class Client:
         payloads, contents = zip(*made, strict=True)
         del made
         uses = [random.choice((None, 1.0, 5.0, 9.0)) for _ in payloads]
-        tickets = store.put_all(payloads, "activations", self.world.tiers, uses, (True, True))
+        tickets = store.put_all(payloads, "activations", self.world.tiers, uses, True)
         self.mine.update(zip(tickets, contents, strict=True))
 
     def adopt(self) -> None:
@@ -188,7 +186,7 @@ class Client:
             store.trim,
             store.pass_begins,
             store.registry.release_written,
-            lambda: [queue.end_threads() for queue in self.world.queues],
+            lambda: [backend.threads.end_threads() for backend in self.world.backends],
         ][self.world.random.randrange(7)]()
 
     def forward(self) -> None:

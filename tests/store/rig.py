@@ -55,7 +55,7 @@ class Rig:
         self.tiers: Sequence[Tier] = [self.host, self.disk] if self.host_bytes else [self.disk]
 
     def put(self, payload: torch.Tensor, next_use: float | None = None) -> Ticket:
-        [ticket] = self.store.put_all([payload], CLIENT, self.tiers, [next_use], (False, False))
+        [ticket] = self.store.put_all([payload], CLIENT, self.tiers, [next_use], False)
         return ticket
 
     def stored(self, payload: torch.Tensor) -> Ticket:
@@ -117,9 +117,11 @@ def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Random bytes, in memory of their own."""
+    """Random bytes in memory of their own, which begins with a page."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return memory[begin : begin + nbytes].random_(0, 256, generator=generator)
 
 
 PAGE = PAGE_BYTES

@@ -224,7 +224,7 @@ def _bytes_before(tensor, count):
 )
 def test_a_tensor_leaves_with_what_is_before_it_in_its_page(make_rig, shift, nbytes, along, more):
     rig, payload = make_rig(**more), _into_a_page(nbytes, shift)
-    ticket = rig.store.put(payload, CLIENT, rig.tiers, whole_pages=True)
+    ticket = rig.store.put(payload, CLIENT, rig.tiers)
     rig.at_once()
     assert ticket.state is STORED
     assert (ticket.entry.begin, len(ticket.entry.stripes)) == (along, rig.paths)
@@ -243,7 +243,7 @@ def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig):
     rig = make_rig(host_bytes=150 * KiB)
     payloads = [_into_a_page(100 * KiB, 64 * number) for number in (1, 2, 3)]
     tickets = [
-        rig.store.put_all([payload], CLIENT, rig.tiers, [-number], (True, False))[0]
+        rig.store.put_all([payload], CLIENT, rig.tiers, [-number], False)[0]
         for number, payload in enumerate(payloads)
     ]
     rig.at_once()

@@ -72,7 +72,7 @@ class StoredGradient:
         flat = in_memory_order(gradient).view(-1).view(torch.uint8)
         self._store = store
         self._segment = lay_out([gradient])[0]
-        self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
+        self._ticket = store.put(flat, "optimizer", tiers)
 
     def load(self) -> torch.Tensor:
         """A copy in a buffer of the store's."""
