@@ -133,10 +133,12 @@ class EngineWeights:
                 "torch.distributed.checkpoint."
             )
         safetensors_files.refuse_extra_state(model)
-        stream = self._stream
-        read = stream.read if stream is not None else lambda tensor: nullcontext(tensor.detach())
+        tensors, stream = safetensors_files.named_tensors(model), self._stream
         return safetensors_files.save_shards(
-            safetensors_files.named_tensors(model), Path(directory), shard_bytes, read
+            tensors,
+            Path(directory),
+            shard_bytes,
+            lambda some: nullcontext() if stream is None else stream.resident(some, changes=False),
         )
 
     def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:

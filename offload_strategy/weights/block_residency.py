@@ -154,8 +154,10 @@ class BlockResidency:
             try:
                 with default_modes():
                     for weight in weights:
-                        for block in self._blocks_of.get(weight, ())[:1]:
-                            self._resident[block] = None
+                        if blocks := self._blocks_of.get(weight):
+                            self._resident[blocks[0]] = None
+                        else:  # its model is not attached yet
+                            self._on_access(weight)
                         weight.acquire()
                         acquired.callback(weight.release)
                         weight.changed |= changes
@@ -236,16 +238,6 @@ class BlockResidency:
         for parameter in parameters if self._weights else ():
             if (weight := self._weights.get(parameter)) is not None:
                 weight.prefetch()
-
-    @contextmanager
-    def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the values of a tensor, streamed or not, for reading."""
-        weight = self._weights.get(tensor)
-        if weight is None:
-            yield tensor.detach()
-            return
-        with self._lock, weight.read() as values:
-            yield values
 
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Return the handle autograd keeps for a streamed weight or a view of one, else None."""

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _PARTIAL = ".model.partial"
 #: Names that this module and Transformers give to files with tensors.
 _SAVED = re.compile(rf"{_NAME}((-\d+)?-\d{{5}}-of-\d{{5}})?{re.escape(_SUFFIX)}")
 
-Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+Resident = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,11 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_shards(
-    tensors: Mapping[str, torch.Tensor], directory: Path, shard_bytes: int, read: Read
+    tensors: Mapping[str, torch.Tensor], directory: Path, shard_bytes: int, resident: Resident
 ) -> list[Path]:
     """Write tensors to a directory, replacing what was saved there before; return the files.
 
+    `resident` keeps tensors in memory within the context that it returns.
     The index is replaced last, and names no file of an earlier save, so an interrupted save leaves
     the earlier one whole. A tensor with several names is written once. Only a single tensor may
     exceed `shard_bytes`.
@@ -174,11 +175,8 @@ def save_shards(
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir()
         for file, shard in files.items():
-            with ExitStack() as held:
-                values = {
-                    name: held.enter_context(read(tensor)).contiguous()
-                    for name, tensor in shard.items()
-                }
+            with resident(shard.values()):
+                values = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
                 metadata = {"format": "pt", **same}
                 library.torch.save_file(values, partial / file, metadata=metadata)
                 del values

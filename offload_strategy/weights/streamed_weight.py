@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -192,8 +192,8 @@ class StreamedWeight:
         else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
             self._ticket = None
-        parameter = self.live_parameter()
-        set_data(parameter, self._with_form(flat))
+        parameter, form = self.live_parameter(), self.form
+        set_data(parameter, flat.view(form.dtype).as_strided(form.shape, form.stride()))
         self._version = parameter._version
         self.changed = False
         self._here = True
@@ -252,24 +252,6 @@ class StreamedWeight:
         if old is not None and not self.is_shared:
             self._store.free(old)
         self.is_shared = False
-
-    @contextmanager
-    def read(self) -> Iterator[torch.Tensor]:
-        """Yield the values for reading; residency does not change."""
-        ticket = self._ticket
-        if self._here or ticket is None:
-            yield self.values()
-            return
-        flat = self._store.get(ticket)
-        try:
-            yield self._with_form(flat)
-        finally:
-            del flat
-            self._store.evict(ticket)
-
-    def _with_form(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return bytes as a tensor with the parameter's shape, strides and dtype."""
-        return flat.view(self.form.dtype).as_strided(self.form.shape, self.form.stride())
 
     def close(self, *, restore: bool) -> None:
         """Free the ticket; unless the bytes are restored, the parameter is NaN from now on."""
