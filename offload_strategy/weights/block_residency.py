@@ -235,9 +235,10 @@ class BlockResidency:
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""
-        for parameter in parameters if self._weights else ():
-            if (weight := self._weights.get(parameter)) is not None:
-                weight.prefetch()
+        with self._lock:
+            for parameter in parameters if self._weights else ():
+                if (weight := self._weights.get(parameter)) is not None:
+                    weight.prefetch()
 
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Return the handle autograd keeps for a streamed weight or a view of one, else None."""

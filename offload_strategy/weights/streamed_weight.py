@@ -32,8 +32,8 @@ _UNSHARED_USE_COUNT = 2
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
-    It does not keep the parameter alive. Whoever loads, acquires, releases or offloads it holds the
-    lock. `on_access` is called when the parameter is accessed outside its block; `saving` makes a
+    It does not keep the parameter alive. Whoever prefetches, loads, acquires, releases or offloads it
+    holds the lock. `on_access` is called when the parameter is accessed outside its block; `saving` makes a
     context that recognizes saved weights, and yields False if it cannot.
     """
 
@@ -172,15 +172,7 @@ class StreamedWeight:
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
-        if self._here or ticket is None:
-            return True
-        try:
-            return self._store.prefetch(ticket)
-        except OffloadError:
-            # Without the lock, another thread may offload the weight anew, which frees the ticket.
-            if ticket.state is not TicketState.FREED:
-                raise
-            return True
+        return self._here or ticket is None or self._store.prefetch(ticket)
 
     def load(self) -> None:
         """Load the bytes, if they are offloaded; they stay so if they cannot be read."""

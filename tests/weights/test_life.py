@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine, StorageError
-from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import round_up
 from offload_strategy.weights import block_residency
 from offload_strategy.weights.guarded_parameter import GuardedParameter
@@ -404,28 +403,6 @@ def test_a_thread_that_watches_while_another_trains(model, optimizer):
         watcher.join()
     assert set(seen) == {True}
     return history
-
-
-def test_a_prefetch_while_another_thread_offloads_the_weight_anew(engine, monkeypatch):
-    model = net()
-    engine.attach(model)
-    on_disk(engine)
-    weight, store = engine._stream._weights[model.scale], engine._resources.store
-    assert not weight.is_resident
-    prefetch = store.prefetch
-
-    def late(ticket):
-        monkeypatch.undo()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: float(model.scale.sum())).result()
-        weight.offload()
-        assert ticket.state is TicketState.FREED
-        return prefetch(ticket)
-
-    monkeypatch.setattr(store, "prefetch", late)
-    assert weight.prefetch()
-    engine.close()
-    assert_same_bits(weights(model), weights(net()))
 
 
 @compared()
