@@ -220,18 +220,15 @@ class BlockResidency:
         for weight, ticket in zip(weights, tickets, strict=True):
             found.append(None if ticket is None else self.files.share(ticket))
             if ticket is not None and found[-1] is not None:
-                weight.is_shared = True
-                kept = self._shared.setdefault(weight, [])
-                if ticket not in kept:
-                    kept.append(ticket)
+                self._shared.setdefault(weight, []).append(ticket)
         return found
 
     def drop_replaced(self, parameters: Sequence[torch.Tensor]) -> None:
         """Free what was shared of weights before, and nobody reads any more."""
         for parameter in parameters:
             weight = self._weights.get(parameter)
-            if weight is not None and weight in self._shared:
-                del self._shared[weight][:-1]
+            if weight is not None:
+                del self._shared.get(weight, [])[:-1]
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""

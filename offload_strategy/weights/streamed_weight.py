@@ -59,8 +59,6 @@ class StreamedWeight:
         self.held = False
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
-        #: Whether other processes may read the ticket; then `BlockResidency` frees it.
-        self.is_shared = False
         #: How often somebody else has replaced the memory of the parameter (`p.data = values`).
         self.replacements = 0
         self._version = -1
@@ -72,6 +70,7 @@ class StreamedWeight:
         self._on_access = on_access
         self.saving = saving
         self._lock = lock
+        # Freed when it is dropped, unless `BlockResidency` keeps it for other processes.
         self._ticket: Ticket | None = None
         self._here = True
         guard(parameter, self)
@@ -228,22 +227,16 @@ class StreamedWeight:
         torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
         set_data(parameter, self._placeholder)
         self._here = False
-        self._replace_ticket(ticket)
+        self._ticket = ticket
 
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
         if self._may_have_changed(parameter) or self._ticket is None:
-            self._replace_ticket(self._put(self.values(), self._tiers))
+            self._ticket = self._put(self.values(), self._tiers)
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False
-
-    def _replace_ticket(self, ticket: Ticket | None) -> None:
-        old, self._ticket = self._ticket, ticket
-        if old is not None and not self.is_shared:
-            self._store.free(old)
-        self.is_shared = False
 
     def close(self, *, restore: bool) -> None:
         """Free the ticket; unless the bytes are restored, the parameter is NaN from now on."""
@@ -252,7 +245,7 @@ class StreamedWeight:
             if restore:
                 self.load()
             unguard(parameter, for_good=True)
-        self._replace_ticket(None)
+        self._ticket = None
 
 
 #: Returns a shared tensor without elements, for a dtype and a device.
