@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,21 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _Tensor = torch.Tensor
 
 
-class _Owner(Protocol):
-    """Manages the bytes of a guarded parameter; `StreamedWeight` describes what this names."""
-
-    form: torch.Tensor
-    pinned: bool
-    changed: bool
-    replacements: int
-    saving: Callable[[], AbstractContextManager[bool]]
-
-    @property
-    def is_resident(self) -> bool: ...
-    def begin_access(self) -> None: ...
-    def end_access(self) -> None: ...
-
-
+#: The `StreamedWeight` of each guarded or resident parameter.
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
@@ -80,11 +65,28 @@ _LAYOUT_QUERIES: frozenset[Any] = frozenset(
 )
 
 
-class GuardedParameter(nn.Parameter):
-    """A streamed parameter outside its block; see [Note: guarded parameters]."""
+class _StreamedParameter(nn.Parameter):
+    """A guarded or resident parameter."""
 
     #: Marks it as a plain parameter for checks that refuse tensor subclasses.
     stands_for_plain = True
+
+    def detach(self) -> torch.Tensor:
+        """Return what a plain parameter does, and from `nn.Parameter(parameter)` a plain one."""
+        values = super().detach()
+        if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
+            return values
+        _note_change(self)
+        unguard(self)  # the result must be of the same class
+        return _Tensor._make_subclass(nn.Parameter, values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter with a copy of the values."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+
+class GuardedParameter(_StreamedParameter):
+    """A streamed parameter outside its block; see [Note: guarded parameters]."""
 
     @classmethod
     def __torch_function__(
@@ -107,9 +109,7 @@ class GuardedParameter(nn.Parameter):
         if func in _METADATA_FUNCTIONS or func in _LAYOUT_QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        accessed: list[_Owner] = []
-        # nn.Parameter(parameter) requires the same class, so the result is made plain.
-        again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        accessed: list[Any] = []
         try:
             # All arguments must be resident together until the call ends.
             for parameter in list(_guarded_in((args, kwargs))):
@@ -128,15 +128,10 @@ class GuardedParameter(nn.Parameter):
             if not found_again and any(each.grad_fn is not None for each in results):
                 for owner in accessed:
                     owner.pinned = True
-            if again:
-                with torch._C.DisableTorchFunctionSubclass():
-                    result = _Tensor._make_subclass(nn.Parameter, result)
             return result
         finally:
             for owner in accessed:
                 owner.end_access()
-            if again:
-                unguard(args[0])
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Route a method that `__torch_function__` does not intercept."""
@@ -145,10 +140,6 @@ class GuardedParameter(nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """Route a method that `__torch_function__` does not intercept."""
         return self.__torch_function__(_Tensor.as_subclass, (type(self),), (self, cls))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with a copy of the values."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self._plain()
@@ -163,10 +154,8 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
-class ResidentParameter(nn.Parameter):
+class ResidentParameter(_StreamedParameter):
     """A streamed parameter while its block computes; see [Note: guarded parameters]."""
-
-    stands_for_plain = True
 
     @property
     def data(self) -> torch.Tensor:
@@ -187,18 +176,8 @@ class ResidentParameter(nn.Parameter):
         _note_change(self)
         return super().numpy(*args, **kwargs)
 
-    def detach(self) -> torch.Tensor:
-        """Return what a plain parameter does, and from `nn.Parameter(parameter)` a plain one."""
-        if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
-            return super().detach()
-        _note_change(self)
-        unguard(self)
-        return _Tensor._make_subclass(nn.Parameter, super().detach())
 
-    __deepcopy__ = GuardedParameter.__deepcopy__
-
-
-def _note_change(parameter: ResidentParameter) -> None:
+def _note_change(parameter: _StreamedParameter) -> None:
     owner = _owners.get(parameter)
     if owner is not None:
         owner.changed = True
@@ -224,8 +203,8 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
             yield from _guarded_in(each)
 
 
-def guard(parameter: nn.Parameter, owner: _Owner) -> None:
-    """Intercept every access to a parameter from now on."""
+def guard(parameter: nn.Parameter, owner: Any) -> None:
+    """Intercept every access to a parameter of a `StreamedWeight` from now on."""
     _owners[parameter] = owner
     parameter.__class__ = GuardedParameter
 

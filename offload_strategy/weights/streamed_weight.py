@@ -32,9 +32,9 @@ _UNSHARED_USE_COUNT = 2
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
-    It does not keep the parameter alive. Whoever prefetches, loads, acquires, releases or offloads it
-    holds the lock. `on_access` is called when the parameter is accessed outside its block; `saving` makes a
-    context that recognizes saved weights, and yields False if it cannot.
+    It does not keep the parameter alive. Whoever prefetches, loads, acquires, releases or offloads
+    it holds the lock. `on_access` is called when the parameter is accessed outside its block;
+    `saving` makes a context that recognizes saved weights, and yields False if it cannot.
     """
 
     def __init__(
