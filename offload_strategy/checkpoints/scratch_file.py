@@ -7,10 +7,9 @@ over a memory map of the file; see [Note: tensors over private maps] in private_
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
-import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -62,6 +61,7 @@ class ScratchFile:
 
         with ScratchFile(directories) as scratch:
             reserved = [scratch.reserve(shape, dtype) for shape, dtype in wanted]
+            scratch.open()
             for each in reserved:
                 each.fill(0, values)
             tensors = [each.tensor() for each in reserved]
@@ -89,7 +89,7 @@ class ScratchFile:
         Strides are in elements, None for contiguous; those with gaps or overlaps become dense, as
         in `torch.clone`.
         """
-        assert self._file is None, "reserve everything before the first tensor is filled"
+        assert self._file is None, "reserve everything before the file is opened"
         like = torch.empty(shape, dtype=dtype, device="meta")
         if stride is not None:
             like = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
@@ -115,10 +115,10 @@ class ScratchFile:
     def write(self, begin: int, values: torch.Tensor, dtype: torch.dtype) -> None:
         """Write contiguous values from a byte on, through the buffer. Called by `ScratchTensor`."""
         assert self._map is None, "fill everything before the first tensor is mapped"
-        end = begin + values.numel() * dtype.itemsize
+        file, end = self._file, begin + values.numel() * dtype.itemsize
+        assert file is not None, "open the file before the first tensor is filled"
         written = 0
         try:
-            file = self._opened()
             flat, exporter = self._buffer.acquire(_BUFFER_BYTES)
             view = memoryview(exporter).cast("B")
             while begin < end:
@@ -141,27 +141,28 @@ class ScratchFile:
             ) from error
 
     def open(self) -> None:
-        """Create the file with room for all reserved tensors; TierFullError if there is none."""
-        if self._end:
-            self._opened()
+        """Create the file in the first directory with room for all reserved tensors.
 
-    def _opened(self) -> PageFile:
-        """Return the file, created in the first directory with room for all reserved tensors."""
+        Raises TierFullError if there is none.
+        """
+        if not self._end:
+            return
         complaints: list[str] = []
-        while self._file is None and self._directories:
+        while self._directories:
             directory = self._directories[0]
             try:
-                # The destructor closes it at the latest.
-                handle = FileIO(create_unnamed(directory), "r+")
-                switch_to_direct_io(handle.fileno())
-                complaint = _take_room(handle.fileno(), self._end)
-            except OSError as error:
-                complaint = f"cannot hold a file ({error.strerror})"
-            else:
-                if complaint is None:
+                free = max(0, shutil.disk_usage(directory).free - RESERVE_BYTES)
+                if self._end <= free:
+                    # The destructor closes it at the latest.
+                    handle = FileIO(create_unnamed(directory), "r+")
+                    switch_to_direct_io(handle.fileno())
+                    grow(handle.fileno(), 0, self._end)
                     self._handle, self._file = handle, PageFile(handle.fileno())
                     break
-                handle.close()
+                reserve = format_size(RESERVE_BYTES)
+                complaint = f"has {format_size(free)} free ({reserve} stay reserved)"
+            except OSError as error:
+                complaint = f"cannot hold a file ({error.strerror})"
             complaints.append(f"{directory} {complaint}")
             del self._directories[0]
         size, reasons = format_size(self._end), "; ".join(complaints)
@@ -176,15 +177,15 @@ class ScratchFile:
             level = logging.WARNING if len(self._directories) == 1 else logging.INFO
             message = "%s; %s of optimizer states go to a scratch file in %s instead."
             logger.log(level, message, reasons, size, self._directories[0])
-        return self._file
 
     # ------------------------------------------------------------------ mapping
     def mapped(self) -> mmap.mmap:
         """Map all tensors; afterwards nothing can be reserved or filled."""
         if self._map is None:
+            assert self._file is not None
+            assert self._handle is not None
             try:
-                self._opened().drain()
-                assert self._handle is not None
+                self._file.drain()
                 self._map = private_map(self._handle.fileno(), self._end)
             except OSError as error:
                 raise OffloadError(
@@ -236,18 +237,3 @@ class ScratchTensor:
         whole, count = self.file.mapped(), like.numel()
         flat = torch.frombuffer(whole, dtype=like.dtype, count=count, offset=self.offset)
         return flat.as_strided(like.shape, like.stride())
-
-
-def _take_room(fd: int, nbytes: int) -> str | None:
-    """Grow an empty file; return the reason if it cannot."""
-    stats = os.fstatvfs(fd)
-    free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
-    if nbytes > free:
-        return f"has {format_size(free)} free ({format_size(RESERVE_BYTES)} stay reserved)"
-    try:
-        grow(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        return "is full"
-    return None

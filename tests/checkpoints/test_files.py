@@ -145,6 +145,7 @@ def test_filling_saving_and_loading_take_no_memory_but_a_buffer(disk, target, wa
 
     with ScratchFile([disk]) as scratch:
         slots = [scratch.reserve(values.shape, values.dtype) for _ in range(12)]
+        scratch.open()
         for number, slot in enumerate(slots):
             slot.fill(0, values.fill_(number))
             look()

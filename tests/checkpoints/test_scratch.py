@@ -25,6 +25,7 @@ def filled(directories, *tensors):
     """The same tensors, in a scratch file."""
     with ScratchFile(directories) as file:
         slots = [file.reserve(t.shape, t.dtype, t.stride()) for t in tensors]
+        file.open()
         for slot, tensor in zip(slots, tensors, strict=True):
             slot.fill(0, tensor)
         return [slot.tensor() for slot in slots]
@@ -77,6 +78,7 @@ def test_rows_may_be_filled_in_pieces_and_in_any_order(row, disk, way):
     with ScratchFile([disk]) as file:
         first = file.reserve(expected.shape, expected.dtype)
         second = file.reserve(other.shape, other.dtype)
+        file.open()
         for begin, end in pieces:
             first.fill(begin, expected[begin:end])
             second.fill(begin, other[begin:end].to(torch.bfloat16))  # and values are converted
@@ -102,7 +104,8 @@ def test_the_file_is_the_owners_alone_stays_as_it_is_and_ends_with_the_last_tens
     del last
     assert deleted_files() == before
     with ScratchFile([disk]) as file:  # not used to the end
-        file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
+        file.reserve(LARGE.shape, LARGE.dtype)
+        file.open()
         assert deleted_files() != before
     assert deleted_files() == before
 
@@ -111,6 +114,7 @@ def test_small_tensors_need_no_file(disk):
     before = deleted_files()
     with ScratchFile([disk / "nowhere"]) as file:
         slot = file.reserve((10, 10), torch.float32)
+        file.open()
         slot.fill(3, torch.ones(7, 10))
         slot.fill(0, torch.zeros(3, 10))
         assert slot.tensor().sum() == 70
@@ -120,10 +124,10 @@ def test_small_tensors_need_no_file(disk):
 def test_too_little_room_is_an_error_before_anything_is_written(disk):
     before = deleted_files()
     with ScratchFile([disk]) as file:
-        slot = file.reserve((1 << 32, 1 << 16), torch.float32)
+        file.reserve((1 << 32, 1 << 16), torch.float32)
         message = rf"1024 TiB of optimizer states .*{disk} has .*B free.*Free some space"
         with pytest.raises(TierFullError, match=message):
-            slot.fill(0, torch.zeros(1, 1 << 16))
+            file.open()
         assert deleted_files() == before
 
 
@@ -140,22 +144,21 @@ def test_the_next_directory_is_taken_where_the_first_one_is_gone(is_last, disk, 
 
 def test_a_write_that_fails_says_where(disk, monkeypatch):
     monkeypatch.setattr(PageFile, "write", raising(OSError(5, os.strerror(5))))
-    with (
-        ScratchFile([disk]) as file,
-        pytest.raises(StorageError, match=rf"469.*KiB of optimizer states .*{disk}: Input/output"),
-    ):
-        file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
+    message = rf"469.*KiB of optimizer states .*{disk}: Input/output"
+    with pytest.raises(StorageError, match=message):
+        filled([disk], LARGE)
 
 
 def test_rows_that_do_not_fit_are_refused(disk):
     with ScratchFile([disk]) as file:
         slot = file.reserve(LARGE.shape, LARGE.dtype)
+        turned = file.reserve(LARGE.t().shape, LARGE.dtype, LARGE.t().stride())
+        file.open()
         for start, shape in [(299, (2, 401)), (-1, (1, 401)), (0, (301, 401)), (0, (300, 400))]:
             with pytest.raises(AssertionError, match="do not fit"):
                 slot.fill(start, torch.zeros(shape))
-        slot = file.reserve(LARGE.t().shape, LARGE.dtype, LARGE.t().stride())
         with pytest.raises(AssertionError, match="are not contiguous"):
-            slot.fill(0, torch.zeros(1, 300))
+            turned.fill(0, torch.zeros(1, 300))
 
 
 def test_a_scratch_file_lies_in_a_tier_or_the_default_directory(disk, tmp_path, monkeypatch):
