@@ -34,11 +34,6 @@ from offload_strategy.io.regions.unnamed_files import PageFile, switch_to_direct
 from offload_strategy.telemetry import Progress
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # not a POSIX system
-    flock = None  # type: ignore[assignment]
-
 _BUFFER_BYTES = 8 * MiB
 _PARTIAL = ".partial"
 #: Longer names are replaced by a digest in the temporary file's name (the limit is 255 bytes).
@@ -88,7 +83,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             os.fsync(fd)
             os.replace(partial, target)
             intact = ""
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Choose another file, or change its permissions.")
         raise StorageError(
@@ -158,8 +153,8 @@ def _prefix(target: Path) -> str:
 
 def _lock(fd: int, *, wait: bool) -> bool:
     """Lock a file until it is closed; return False if it is locked or locks are unsupported."""
-    if flock is None:
-        return False
+    from fcntl import LOCK_EX, LOCK_NB, flock  # POSIX has it
+
     try:
         flock(fd, LOCK_EX if wait else LOCK_EX | LOCK_NB)
     except OSError:
@@ -167,7 +162,8 @@ def _lock(fd: int, *, wait: bool) -> bool:
     return True
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_strategy.checkpoints.streaming_files import sync_directory
 from offload_strategy.errors import ConfigError, StorageError
 from offload_strategy.io.backends.posix import drop_from_cache
 from offload_strategy.telemetry import Progress
@@ -229,8 +230,4 @@ def _move(names: Iterable[str], source: Path, target: Path) -> None:
     """Move files to another directory, and wait until its entries are on the disk."""
     for name in names:
         os.replace(source / name, target / name)
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(target)
