@@ -10,8 +10,7 @@ written.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +93,8 @@ class Loader:
                 assert isinstance(one.tensor, nn.Parameter)
                 if one.tensor.is_meta:
                     materialize(one.tensor, self.device)
-                stream.take_ticket(one.name, one.tensor, ticket)
+                stream.stream_parameter(one.name, one.tensor)
+                stream.replace(one.tensor, ticket)
                 bar.update(one.stored.nbytes)
         return found
 
@@ -114,24 +114,19 @@ class Loader:
         if stream is not None and isinstance(tensor, nn.Parameter):
             stream.stream_parameter(one.name, tensor, model)
 
-    def _copied(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
+    def _copied(self, matches: Sequence[_Match]) -> Iterator[tuple[_Match, Ticket]]:
         """Yield tickets of copies on the tiers, with a window of reads and writes in flight."""
-        waiting = deque(matches)
-        half = max([_WINDOW_BYTES // 2, *(one.stored.nbytes for one in waiting)])
-        coming: deque[tuple[_Match, Ticket]] = deque()
-        ahead = 0
-        store = self.store
-        while waiting or coming:
-            while waiting and ahead + waiting[0].stored.nbytes <= half:
-                one = waiting.popleft()
-                coming.append((one, self._file_ticket(one, torch.device("cpu"))))
-                store.prefetch(coming[-1][1])
-                ahead += one.stored.nbytes
-            one, ticket = coming.popleft()
-            size, device = one.stored.nbytes, self._device_of(one.tensor)
-            ahead -= size
-            payload = store.take(ticket)
-            store.await_writes(_CLIENT, half - size, seconds=math.inf)
+        store, half = self.store, max([_WINDOW_BYTES // 2, *(m.stored.nbytes for m in matches)])
+        files = [self._file_ticket(one, torch.device("cpu")) for one in matches]
+        begun = ahead = 0  # tickets that are read, and their bytes that were not taken yet
+        for one, file in zip(matches, files, strict=True):
+            while begun < len(files) and ahead + files[begun].nbytes <= half:
+                store.prefetch(files[begun])
+                ahead += files[begun].nbytes
+                begun += 1
+            ahead -= file.nbytes
+            payload, device = store.take(file), self._device_of(one.tensor)
+            store.await_writes(_CLIENT, half - file.nbytes, seconds=math.inf)
             yield one, store.put(payload.to(device), _CLIENT, self.tiers)
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device:

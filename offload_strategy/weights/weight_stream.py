@@ -20,7 +20,7 @@ from offload_strategy.config import ParametersConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.store.shared_tickets import SharedFiles
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_tensor
 from offload_strategy.torch_support.modules import WeakHook
@@ -113,11 +113,6 @@ class WeightStream(BlockResidency):
         elif model is not None and (fsdp_param := fsdp_param_of(model, parameter)) is not None:
             fsdp_param.reset_sharded_param()  # it was on the meta device
             self._on_access(self._stream(name, fsdp_param.sharded_param, fsdp_param))
-
-    def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
-        """Set a parameter to the values of a ticket, without loading them."""
-        with self._lock:
-            self._stream(name, parameter).take_ticket(ticket)
 
     def _stream(self, name: str, parameter: nn.Parameter, fsdp_param: Any = None) -> StreamedWeight:
         """Return the streamed weight of a parameter, or of an FSDPParam's; create it if needed."""
