@@ -65,11 +65,30 @@ _LAYOUT_QUERIES: frozenset[Any] = frozenset(
 )
 
 
-class _StreamedParameter(nn.Parameter):
-    """A guarded or resident parameter."""
+class ResidentParameter(nn.Parameter):
+    """A streamed parameter while its block computes; see [Note: guarded parameters]."""
 
     #: Marks it as a plain parameter for checks that refuse tensor subclasses.
     stands_for_plain = True
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias of the values, which are taken to change through it."""
+        _note_change(self)
+        values: torch.Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if (owner := _owners.get(self)) is not None:
+            owner.changed = True
+            owner.replacements += 1
+        _SET_DATA(self, values)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an array of the values, which are taken to change through it."""
+        _note_change(self)
+        return super().numpy(*args, **kwargs)
 
     def detach(self) -> torch.Tensor:
         """Return what a plain parameter does, and from `nn.Parameter(parameter)` a plain one."""
@@ -85,7 +104,7 @@ class _StreamedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad)
 
 
-class GuardedParameter(_StreamedParameter):
+class GuardedParameter(ResidentParameter):
     """A streamed parameter outside its block; see [Note: guarded parameters]."""
 
     @classmethod
@@ -117,8 +136,6 @@ class GuardedParameter(_StreamedParameter):
                 if owner is not None:
                     owner.begin_access()
                     accessed.append(owner)
-            if func == _SET_DATA and (replaced := _owners.get(args[0])) is not None:
-                replaced.replacements += 1
             if not accessed:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -154,30 +171,7 @@ class GuardedParameter(_StreamedParameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
-class ResidentParameter(_StreamedParameter):
-    """A streamed parameter while its block computes; see [Note: guarded parameters]."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        """An alias of the values, which are taken to change through it."""
-        _note_change(self)
-        values: torch.Tensor = _DATA.__get__(self)
-        return values
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if (owner := _owners.get(self)) is not None:
-            owner.changed = True
-            owner.replacements += 1
-        _SET_DATA(self, values)
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an array of the values, which are taken to change through it."""
-        _note_change(self)
-        return super().numpy(*args, **kwargs)
-
-
-def _note_change(parameter: _StreamedParameter) -> None:
+def _note_change(parameter: ResidentParameter) -> None:
     owner = _owners.get(parameter)
     if owner is not None:
         owner.changed = True
