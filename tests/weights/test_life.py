@@ -19,7 +19,16 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.support import raising
-from tests.training import assert_same_bits, bits, gradients, in_turn, moved, on_disk, weights
+from tests.training import (
+    assert_same_bits,
+    assert_same_history,
+    bits,
+    gradients,
+    in_turn,
+    moved,
+    on_disk,
+    weights,
+)
 from tests.weights.nets import Net, adamw, loss, net, step, train, zoo_loss
 from tests.weights.support import all_plain, compared, nearly_all_left, open_turns, streaming
 
@@ -105,8 +114,7 @@ def test_two_engines_in_turn_leave_plain_parameters(disk, sections):
         gc.collect()
         assert stream() is None, "the user's optimizer keeps nothing of the engine"
         assert all_plain(model)
-    for got, wanted in zip([*history, weights(model)], [*expected, weights(plain)], strict=True):
-        assert_same_bits(got, wanted)
+    assert_same_history([*history, weights(model)], [*expected, weights(plain)])
 
 
 def test_weights_that_do_not_change_are_not_written_again(engine):
@@ -185,8 +193,7 @@ def test_new_weights_go_where_there_is_room(tmp_path, spare):
     with OffloadEngine(config) as engine:
         found = train(model, engine.attach(model, adamw(model)), 5)
         assert 0 < engine._resources.tier_used_bytes()["weights"] <= 4096 * pages["weights"]
-    for got, wanted in zip([*found, weights(model)], [*expected, weights(plain)], strict=True):
-        assert_same_bits(got, wanted)
+    assert_same_history([*found, weights(model)], [*expected, weights(plain)])
 
 
 def test_a_whole_pass_reads_each_weight_once(engine):

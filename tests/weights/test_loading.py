@@ -86,16 +86,10 @@ def test_a_model_on_the_meta_device_is_filled_module_by_module(engine):
     assert all(bool(value.isfinite().all()) for value in weights(model).values())
 
 
-def test_a_module_that_cannot_fill_itself_is_named(engine):
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4096))
-
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), Scale())
-    with pytest.raises(ConfigError, match=r"1 \(Scale\).*building"):
-        engine.attach(model)
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4096))
 
 
 class Gained(nn.Linear):
@@ -104,10 +98,14 @@ class Gained(nn.Linear):
         self.gain = nn.Parameter(torch.ones(4))
 
 
-def test_a_parameter_that_no_reset_fills_is_named(engine):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Scale, r"1 \(Scale\).*building"), (Gained, r"1\.gain is a parameter on the meta device")],
+)
+def test_a_module_or_a_parameter_that_no_reset_fills_is_named(engine, kind, message):
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), Gained())
-    with pytest.raises(ConfigError, match=r"1\.gain is a parameter on the meta device"):
+        model = nn.Sequential(nn.Linear(4, 4), kind())
+    with pytest.raises(ConfigError, match=message):
         engine.attach(model, device=torch.device("cpu"))
 
 
