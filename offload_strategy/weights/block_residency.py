@@ -167,6 +167,7 @@ class BlockResidency:
                     acquired.close()
                     self._calls.may_have_readers = True
                     self._make_room(self._most)
+                    self._offload_accessed(keep=weights[-1])
 
     def set_held(self, parameter: torch.Tensor, held: bool) -> None:
         """Do not offload a streamed weight, once it is in memory, as long as it is held."""

@@ -62,6 +62,8 @@ def test_a_model_made_within_building_is_as_a_plain_one(engine, accessed, folder
     with engine.building():
         model = type(plain).from_pretrained(folder) if pretrained else build(kind)
     assert nearly_all_left(model)
+    engine.save_weights(model, folder / "saved before it is attached")
+    assert nearly_all_left(model)
     engine.attach(model)
     accessed.clear()
     loss_of(model, batch(kind, 0)).backward()
