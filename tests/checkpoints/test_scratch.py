@@ -149,18 +149,6 @@ def test_a_write_that_fails_says_where(disk, monkeypatch):
         filled([disk], LARGE)
 
 
-def test_rows_that_do_not_fit_are_refused(disk):
-    with ScratchFile([disk]) as file:
-        slot = file.reserve(LARGE.shape, LARGE.dtype)
-        turned = file.reserve(LARGE.t().shape, LARGE.dtype, LARGE.t().stride())
-        file.open()
-        for start, shape in [(299, (2, 401)), (-1, (1, 401)), (0, (301, 401)), (0, (300, 400))]:
-            with pytest.raises(AssertionError, match="do not fit"):
-                slot.fill(start, torch.zeros(shape))
-        with pytest.raises(AssertionError, match="are not contiguous"):
-            turned.fill(0, torch.zeros(1, 300))
-
-
 def test_a_scratch_file_lies_in_a_tier_or_the_default_directory(disk, tmp_path, monkeypatch):
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
     assert scratch_directories([disk, tmp_path]) == [disk, tmp_path]
