@@ -38,7 +38,6 @@ _BUFFER_BYTES = 8 * MiB
 _PARTIAL = ".partial"
 #: Longer names are replaced by a digest in the temporary file's name (the limit is 255 bytes).
 _LONGEST_NAME = 200
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 _ADVICE = {
     errno.ENOSPC: "Free some space on the disk of {0}, or choose another place.",
@@ -118,7 +117,7 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
     while True:
         partial = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_PARTIAL}"
         with ExitStack() as end:
-            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode & 0o777)
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode & 0o777)
             end.callback(os.close, fd)
             end.callback(partial.unlink, missing_ok=True)
             # Another process that removes leftovers may have deleted it before the lock.
@@ -139,7 +138,7 @@ def _remove_leftovers(target: Path) -> None:
     pattern = glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL
     for path in target.parent.glob(pattern):
         # It may belong to another user, or be removed meanwhile.
-        with suppress(OSError), FileIO(os.open(path, os.O_RDWR | _NO_FOLLOW)) as file:
+        with suppress(OSError), FileIO(os.open(path, os.O_RDWR | os.O_NOFOLLOW)) as file:
             if _lock(file.fileno(), wait=False):
                 os.unlink(path)
 

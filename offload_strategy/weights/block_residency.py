@@ -369,7 +369,8 @@ def _current_frames() -> dict[int, FrameType]:
     """Return the frame of each thread.
 
     CPython 3.11 makes them while it holds a lock that the garbage collector may wait for: that
-    frees `threading.local` objects, and its callbacks close engines (CPython issue 106883).
+    frees `threading.local` objects, and its callbacks close engines (CPython issue 106883). The
+    caller's own frame is among them, so a variable with the result would be a reference cycle.
     """
     with _frames_lock:
         collects = gc.isenabled()

@@ -208,8 +208,7 @@ class WeightStream(BlockResidency):
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
         self._accessed.pop(weight, None)
-        for key in [key for key, known in self._by_storage.items() if known is weight]:
-            del self._by_storage[key]
+        self._by_storage = {key: w for key, w in self._by_storage.items() if w is not weight}
         if (parameter := weight.key()) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
