@@ -27,13 +27,10 @@ from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-_INSTALLED = "_ssd_offload_installed"
 
-
+@functools.cache  # it is installed once
 def install_in_config(config_args: Any) -> None:
     """Make the module `accelerate.commands.config.config_args` accept the section."""
-    if getattr(config_args, _INSTALLED, False):
-        return
     base = config_args.BaseConfig
     process_config = base.process_config
 
@@ -59,15 +56,13 @@ def install_in_config(config_args: Any) -> None:
 
     base.process_config = staticmethod(functools.wraps(process_config)(without_section))
     config_args.load_config_from_file = load_config_from_file
-    setattr(config_args, _INSTALLED, True)
 
 
+@functools.cache
 def install_in_launcher(launch: Any) -> None:
     """Make the module `accelerate.commands.launch` accept `--config` and pass the section on."""
     from accelerate.utils import patch_environment
 
-    if getattr(launch, _INSTALLED, False):
-        return
     parser, command = launch.launch_command_parser, launch.launch_command
 
     @functools.wraps(parser)
@@ -88,7 +83,6 @@ def install_in_launcher(launch: Any) -> None:
 
     launch.launch_command_parser = launch_command_parser
     launch.launch_command = launch_command
-    setattr(launch, _INSTALLED, True)
 
 
 def environment_for(path: str | None) -> dict[str, str]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 METRICS_VARIABLE = "SSD_OFFLOAD_METRICS_EVERY"
 
 _SESSION = "_ssd_offload_session"
-_INSTALLED = "_ssd_offload_installed"
 
 #: Methods of `Accelerator` that a `Session` has as well, with the original as first argument.
 _WRAPPED = [
@@ -94,16 +93,14 @@ def _due_metrics(accelerator: Any, now: bool) -> dict[str, float]:
     return {} if session is None else session.metrics(now)
 
 
+@functools.cache  # it is installed once
 def install(module: Any) -> None:
     """Wrap the methods of `accelerate.accelerator.Accelerator` that concern offload. Idempotent."""
     cls = module.Accelerator
-    if getattr(cls, _INSTALLED, False):
-        return
     cls.__init__ = _init(cls.__init__)
     for name in _WRAPPED:
         setattr(cls, name, _through_session(name, getattr(cls, name)))
     install_in(importlib.import_module("accelerate.checkpointing"))
-    setattr(cls, _INSTALLED, True)
 
 
 def _through_session(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
