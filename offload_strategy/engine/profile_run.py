@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from offload_strategy.plan_runtime.profile import Profile
 
 
-class ProfileRunOver(SystemExit):
-    """Ends the script; libraries that catch every error do not catch this."""
-
-
 @dataclass(slots=True)
 class ProfileRun:
     """The request to profile the last of so many forward passes, those seen so far, the result."""
@@ -40,10 +36,10 @@ def profile_run(passes: int) -> Iterator[ProfileRun]:
 
 
 def observe_pass(seen: int, profile: Callable[[], Profile]) -> None:
-    """Note a forward pass after so many others; raise ProfileRunOver if the profile is complete."""
+    """Note a forward pass after so many others; end the script if the profile is complete."""
     asked = _requested
     if asked is not None and asked.profile is None:
         asked.seen = max(asked.seen, seen + 1)
         if seen >= asked.passes:
             asked.profile = profile()
-            raise ProfileRunOver(0)
+            raise SystemExit(0)  # which libraries that catch every error do not catch
