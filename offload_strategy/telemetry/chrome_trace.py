@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -67,8 +67,14 @@ def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> 
     for (tier, path, direction), group in groupby(sorted(moves, key=where), where):
         records, place = list(group), tier if tier == path else f"{tier} {path}"
         tracks.append((f"{place} {direction}", [_slice(record) for record in records]))
-        counters += _counter(f"{place} {direction} GB/s", _rates(records), scale=1e-9)
-        counters += _counter(f"{place} {direction} queued bytes", _queued(records))
+        rates, queued = [], []
+        for record in records:
+            begin, end = _microseconds(record.started_at, record.finished_at)
+            # Bytes per second over its duration; whole numbers, so that the sum of changes is 0.
+            rates.append((begin, end, record.nbytes * 1_000_000 // (end - begin)))
+            queued.append((math.floor(record.queued_at * 1e6), begin, record.nbytes))
+        counters += _counter(f"{place} {direction} GB/s", rates, scale=1e-9)
+        counters += _counter(f"{place} {direction} queued bytes", queued)
 
     names = [_name("process_name", 0, name="offload-strategy")]
     slices: list[_Event] = []
@@ -117,30 +123,12 @@ def _lanes(track: list[_Event]) -> list[list[_Event]]:
     return lanes
 
 
-def _rates(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
-    """Yield (microsecond, change in bytes per second), spreading a transfer over its duration.
-
-    Changes are whole numbers, so that their sum is 0.
-    """
-    for move in moves:
-        begin, end = _microseconds(move.started_at, move.finished_at)
-        rate = move.nbytes * 1_000_000 // (end - begin)
-        yield begin, rate
-        yield end, -rate
-
-
-def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
-    """Yield (microsecond, change in bytes) from the queueing of a transfer to its start."""
-    for move in moves:
-        yield math.floor(move.queued_at * 1e6), move.nbytes
-        yield math.floor(move.started_at * 1e6), -move.nbytes
-
-
-def _counter(name: str, changes: Iterable[tuple[int, int]], scale: float = 1) -> list[_Event]:
-    """Return the values of a counter at the times of their changes."""
+def _counter(name: str, spans: list[tuple[int, int, int]], scale: float = 1) -> list[_Event]:
+    """Return each new value of a counter; a span (begin, end, value) counts while it lasts."""
     at = Counter[int]()
-    for moment, change in changes:
-        at[moment] += change
+    for begin, end, value in spans:
+        at[begin] += value
+        at[end] -= value
     moments = sorted(moment for moment, change in at.items() if change)
     values = accumulate(at[moment] for moment in moments)
     return [
