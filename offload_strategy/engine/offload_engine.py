@@ -163,11 +163,13 @@ class OffloadEngine(EngineReports):
             check_parallel(model, streams=self._stream is not None, swaps=swaps)
             self._optimizers.dp_groups.register(model)
             is_first = self._stream is None and not self._hooks and not len(self._optimizers)
-            if is_first and self._choice.streams_weights(model):
-                self._start_stream()
-            self._expect_weights(model, device)
         wrapped = None
         with ExitStack() as undo:
+            if model is not None:
+                if is_first and self._choice.streams_weights(model):
+                    undo.callback(self._forget_stream, self._activations)
+                    self._start_stream()
+                self._expect_weights(model, device)
             if new is not None:
                 self._registry.add_module(new)
                 undo.callback(self.detach_model, new)
@@ -330,6 +332,13 @@ class OffloadEngine(EngineReports):
             self._activations = self._make_activations()
         self._activations.save_weight = stream.save
         stream.saving = self._activations.saving_weights
+
+    def _forget_stream(self, activations: ActivationOffload | None) -> None:
+        """Stream no weights after all, with activations as they were offloaded before."""
+        self._stream = self._optimizers.stream = None
+        self._activations = activations
+        if activations is not None:
+            activations.save_weight = lambda tensor: None
 
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations

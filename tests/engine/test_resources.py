@@ -165,6 +165,19 @@ CASES = {
 }
 
 
+def test_an_engine_streams_nothing_for_a_model_that_it_has_refused(disk, monkeypatch):
+    in_use(monkeypatch, 420)
+    small = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "4MiB"}]
+    with OffloadEngine(sections(disk, tiers=small)) as engine:
+        with pytest.raises(ConfigError, match="the weights need"):
+            attached_network(engine)
+        in_use(monkeypatch, 32)
+        other = nn.Linear(8, 8)
+        engine.attach(other, torch.optim.AdamW(other.parameters()))
+        assert type(other.weight) is nn.Parameter
+        assert engine.effective_config().parameters.enabled is False
+
+
 @pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
 def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, leave):
     plain, model = network(), network()
