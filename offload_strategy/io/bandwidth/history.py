@@ -62,8 +62,10 @@ class PathIdentity:
     @classmethod
     def of(cls, path: Path, fd: int, *, processes: int, backend: Backend) -> PathIdentity:
         """Identify a path; `fd` is a file there, or the device."""
-        is_device = is_block_device(path)
-        device = os.lseek(fd, 0, os.SEEK_END) if is_device else os.fstatvfs(fd).f_fsid
+        device = 0  # of a path that does not answer; its first request tells why
+        with contextlib.suppress(OSError):
+            is_device = is_block_device(path)
+            device = os.lseek(fd, 0, os.SEEK_END) if is_device else os.fstatvfs(fd).f_fsid
         name, depth = type(backend).__name__, backend.depth
         return cls(platform.node(), str(path), device, processes, name, depth)
 

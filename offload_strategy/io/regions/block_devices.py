@@ -62,7 +62,7 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
     try:
         if not stat.S_ISBLK(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: {path} is no longer a block device.")
-        if any(fcntl.ioctl(fd, _BLKROGET, bytes(4))):  # some can be opened for writing nevertheless
+        if _query(fd, _BLKROGET):  # some can be opened for writing nevertheless
             raise ConfigError(f"{where}: {_READ_ONLY.format(path=path)}")
         size = os.lseek(fd, 0, os.SEEK_END)
         capacity = (size - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
@@ -71,7 +71,7 @@ def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tupl
                 f"{where}: the device {path} has {format_size(size)}, of which the first "
                 f"{format_size(HEAD_BYTES)} are never used: nothing is left. Name a larger one."
             )
-        sector = int.from_bytes(fcntl.ioctl(fd, _BLKSSZGET, bytes(4)), sys.byteorder)
+        sector = _query(fd, _BLKSSZGET)
         if sector > PAGE_BYTES:
             raise ConfigError(
                 f"{where}: the device {path} has sectors of {sector} bytes; at most "
@@ -123,6 +123,13 @@ def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | Non
     if kinds:
         return f"signatures of {', '.join(sorted(kinds))}"
     return "data of an unknown kind" if any(head) else None
+
+
+def _query(fd: int, request: int) -> int:
+    """Return the result of an ioctl that yields an int; 0 if the device does not support it."""
+    with contextlib.suppress(OSError):
+        return int.from_bytes(fcntl.ioctl(fd, request, bytes(4)), sys.byteorder, signed=True)
+    return 0
 
 
 def _open_error(path: Path, error: OSError) -> str:
