@@ -346,7 +346,8 @@ def _judge(setting: Setting, seam: Seam, seen: Seen, place: Path, saves: Path) -
         allowed = {"right"}
     else:
         allowed = {"right", *_halves_allowed(setting, seen)}
-        where = {"memory"} if seam.kind == operations.MAP else {str(place), str(saves)}
+        of_memory = seam.kind in (operations.MAP, operations.LOOK)
+        where = {"memory"} if of_memory else {str(place), str(saves)}
         if setting.raw:  # where a state dict goes
             where.add(str(default_directory()))
         if not any(each in seen.said for each in where):

@@ -26,7 +26,7 @@ from unittest import mock
 _PACKAGE = "offload_strategy"
 #: Modules that make calls on behalf of their callers.
 _BETWEEN = {"contextlib", "genericpath", "os", "pathlib", "posixpath", "shutil", "tempfile"}
-_BETWEEN |= {"threading", "mmap", __name__}
+_BETWEEN |= {"threading", "mmap", "psutil", "psutil._common", "psutil._pslinux", __name__}
 
 #: The kinds of operations, each with the functions that make it and the errors that it can answer;
 #: the k-th of a kind answers the k-th error, cyclically.
@@ -56,7 +56,7 @@ MAP, ADVISE_MEMORY, LOOK = "map memory", "advise memory", "measure memory"
 THREAD = "start thread"
 KINDS = (*_FUNCTIONS, MAP, ADVISE_MEMORY, REGISTER, LOOK, THREAD)
 #: Where the package reads how large the process is: one operation, which opens, reads and closes.
-_LOOKS = f"{_PACKAGE}.host_memory.idle_memory:"
+_LOOKS = f"{_PACKAGE}.host_memory.memory_limits:"
 
 #: Operations on files that fail together when the disk is dead; of these, those that need space.
 DISK = frozenset(

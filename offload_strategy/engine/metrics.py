@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from timeit import default_timer as perf_counter
 
-import psutil
 import torch
 
 from offload_strategy.engine.resources import Resources
+from offload_strategy.host_memory.memory_limits import resident_bytes
 from offload_strategy.telemetry import CLIENTS, Direction, get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
 from offload_strategy.units import SECONDS_PER_DAY, SECONDS_PER_YEAR, format_size
@@ -68,7 +68,7 @@ class Metrics:
             "offload/memory/pinned_bytes": float(usage.held_bytes),
             "offload/memory/pinned_peak_bytes": float(usage.peak_bytes),
             "offload/memory/fragmentation": usage.fragmentation,
-            "offload/host/rss_bytes": float(psutil.Process().memory_info().rss),
+            "offload/host/rss_bytes": float(resident_bytes()),
             "offload/device/peak_bytes": float(peak_allocated_bytes(device) if on_device else 0),
             "offload/transfer/busy_seconds": recorder.busy_seconds(),
             "offload/transfer/hidden_share": recorder.hidden_share(),

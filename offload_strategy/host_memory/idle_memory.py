@@ -15,15 +15,12 @@ what autograd saved is gone.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from timeit import default_timer as perf_counter
 
-import psutil
-
 from offload_strategy.host_memory.c_allocator import freed_memory
+from offload_strategy.host_memory.memory_limits import resident_bytes
 from offload_strategy.units import GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
@@ -38,16 +35,6 @@ _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of
 #: which a virtual machine takes so many seconds for each byte.
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
-
-
-@cache
-def _process(pid: int) -> psutil.Process:
-    return psutil.Process(pid)
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(_process(os.getpid()).memory_info().rss)  # a forked child is another process
 
 
 class TrimmingNearLimit:

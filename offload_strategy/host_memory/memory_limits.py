@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.torch_support import accelerator
 
 #: Lines of ``memory.stat`` of cgroups of version 1 and 2 that tell what cannot be reclaimed.
 _OCCUPIED_V1, _OCCUPIED_V2 = ("total_rss ", "total_shmem "), ("anon ", "shmem ")
 
 
+#: What was read last, by process and figure: a forked child is another process.
+_latest: dict[tuple[int, str], int] = {}
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)
+
+
+def _figure(name: str, read: Callable[[], int]) -> int:
+    """Read a figure of the system; if that fails, as without a free descriptor, what it was last.
+
+    Raises:
+        OffloadError: it could not be read the first time.
+    """
+    key = os.getpid(), name
+    try:
+        _latest[key] = int(read())
+    except (OSError, psutil.Error) as error:
+        if key not in _latest:
+            raise OffloadError(
+                f"the {name} of the system cannot be read: {error}. If too many files are open, "
+                f"close some or raise their limit (ulimit -n)."
+            ) from error
+    return _latest[key]
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; if it cannot be read now, what it was last."""
+    return _figure("resident host memory", lambda: _process(os.getpid()).memory_info().rss)
+
+
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that could be had now: of the machine's memory, and of what the cgroups allow."""
-    own = int(psutil.Process().memory_info().rss)
-    available = [int(psutil.virtual_memory().available)]
+    own = resident_bytes()
+    available = [_figure("free host memory", lambda: psutil.virtual_memory().available)]
     available += [limit - max(own, occupied) for limit, occupied in _memory_cgroups(root)]
     return max(0, min(available))
 
@@ -115,7 +150,7 @@ class PeakMeter:
         """Bytes at this moment."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.allocated_bytes(self._device)
-        return int(psutil.Process().memory_info().rss)
+        return resident_bytes()
 
     def total_bytes(self, processes: int) -> int:
         """Bytes that this process can have in all, one of so many on the machine."""

@@ -1,13 +1,19 @@
 """Idle buffers stay while they make the process no larger than it gets anyway."""
 
+import errno
+import os
+
+import psutil
 import pytest
 import torch
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory import idle_memory as idle
-from offload_strategy.host_memory import pool
+from offload_strategy.host_memory import memory_limits, pool
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import MiB
 from tests.host_memory.test_pool import acquire
+from tests.support import raising
 
 _OTHER = 500 * MiB
 
@@ -185,3 +191,26 @@ def test_idle_memory_stays_beside_what_waits(process):
     process.rest = _OTHER + 100 * MiB + waiting.nbytes
     process.pool.look()
     assert process.held() >= 20 * MiB
+
+
+# ---------------------------------------------------------------------- what cannot be read
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), psutil.AccessDenied()]
+)
+@pytest.mark.parametrize(
+    ("read", "source"),
+    [
+        (memory_limits.resident_bytes, "_process"),
+        (memory_limits.available_bytes, "psutil.virtual_memory"),
+    ],
+)
+def test_a_figure_that_cannot_be_read_is_what_it_was_last(read, source, error, monkeypatch):
+    monkeypatch.setattr(memory_limits, "_latest", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(f"offload_strategy.host_memory.memory_limits.{source}", raising(error))
+        with pytest.raises(OffloadError, match=r"host memory of the system .*ulimit -n"):
+            read()
+    before = read()
+    assert before > 0
+    monkeypatch.setattr(f"offload_strategy.host_memory.memory_limits.{source}", raising(error))
+    assert read() == pytest.approx(before, rel=0.1)

@@ -57,9 +57,8 @@ class RankDirectory:
         self._local: dict[int, psutil.Process | None] = {}
         for rank, member in self._processes.items():
             if member.machine == own.machine and member.pid != own.pid:
-                self._local[rank] = None
-                with suppress(psutil.Error):
-                    self._local[rank] = psutil.Process(member.pid)
+                with suppress(OSError):  # without a free descriptor it is not watched
+                    self._local[rank] = _found(member.pid)
         _directories.add(self)
         _install()
 
@@ -100,10 +99,19 @@ class RankDirectory:
             )
 
 
-def _has_ended(process: psutil.Process | None) -> bool:
+def _found(pid: int) -> psutil.Process | None:
     with suppress(psutil.Error):
+        return psutil.Process(pid)
+    return None
+
+
+def _has_ended(process: psutil.Process | None) -> bool:
+    try:
         return not (process and process.is_running()) or process.status() == psutil.STATUS_ZOMBIE
-    return True
+    except psutil.Error:
+        return True
+    except OSError:  # there is no free descriptor to look
+        return False
 
 
 def _own() -> RankProcess:
