@@ -5,14 +5,17 @@ or gloo loses the messages that are sent at the moment when it is killed. torchr
 ranks again.
 """
 
+import errno
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -20,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine, load, save
 from offload_strategy.optimizer.ranks import data_parallel_group as ranks
+from offload_strategy.optimizer.ranks import rank_directory
 from tests.distributed.loops import Net, config, different, loss_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_ranks import train as data_parallel
@@ -196,3 +200,13 @@ def test_torchrun_ends_all_ranks_and_starts_others_that_end_as_an_unbroken_job(t
         found = json.loads((tmp_path / f"found-{rank}").read_text())
         assert (found["restarts"], found["first"], found["differs"]) == (1, 3, [])
         assert found["moved"] > 0
+
+
+# ---------------------------------------------------------------------- without descriptors
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), False), (psutil.NoSuchProcess(1), True)],
+)
+def test_a_process_that_cannot_be_looked_at_has_not_ended(error, ended):
+    process = mock.Mock(is_running=mock.Mock(side_effect=error))
+    assert rank_directory._has_ended(process) is ended
