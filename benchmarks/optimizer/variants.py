@@ -55,7 +55,7 @@ class _OneSizeBuffers:
             buffer = exact(pool, max(nbytes, largest), **how)
             return None if buffer is None else buffer[:nbytes]
 
-        setattr(BufferPool, "lend", acquire)  # noqa: B010
+        setattr(BufferPool, "acquire", acquire)  # noqa: B010
 
     def attached(self, engine: OffloadEngine) -> None:
         """See `Part`."""
@@ -128,8 +128,7 @@ class _GradientsThroughDisk:
         gradient, ticket = self._written.pop(home)
         for _, following in list(self._written.values())[:_AHEAD]:
             self._store.prefetch(following)
-        self._store.read_into(ticket, gradient.detach().reshape(-1).view(torch.uint8))
-        self._store.free(ticket)
+        gradient.detach().reshape(-1).view(torch.uint8).copy_(self._store.take(ticket))
 
 
 def _holds(whole: torch.Tensor, piece: torch.Tensor) -> bool:
