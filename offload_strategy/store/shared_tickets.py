@@ -97,7 +97,10 @@ class SharedFiles:
         """Return the files of this process; none if there is one that others cannot open."""
         found = []
         for region in self._regions:
-            status = os.fstat(region.fd)
+            try:
+                status = os.fstat(region.fd)
+            except OSError:  # its next transfer says more
+                return []
             if not stat.S_ISREG(status.st_mode):
                 return []
             place = (status.st_dev, status.st_ino, region.tier, str(region.path))

@@ -1,11 +1,14 @@
 """One copy of streamed weights for the ranks of a machine: plain training's numbers, bytes once."""
 
 import contextlib
+import errno
 import gc
 import itertools
+import os
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -99,7 +102,8 @@ def kept_by_each(rank, directory, what):
         if what == "encrypted":
             others = {"io": {"encryption": True}}
         elif what == "one has no files" and rank == 1:
-            patch.setattr(SharedFiles, "identities", lambda self: [])
+            fails = mock.Mock(wraps=os, fstat=raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+            patch.setattr(shared_tickets, "os", fails)
         elif what == "one cannot open" and rank == 0:
             cannot_open = raising(ConfigError("it cannot be opened"))
             patch.setattr(shared_tickets.SharedFile, "__init__", cannot_open)
