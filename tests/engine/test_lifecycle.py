@@ -439,8 +439,7 @@ def test_garbage_that_an_io_thread_collects_does_not_stop_the_collector(disk, mo
     finally:
         gc.enable()
     deadline = time.monotonic() + 30
-    # Another thread closes the region, and the buffers last.
-    while region.fd >= 0 or not set(buffers._live) <= mapped:
+    while region.fd >= 0 or not set(buffers._live) <= mapped:  # another thread closes both
         assert time.monotonic() < deadline
         time.sleep(0.01)
     cycle = [weakref.WeakSet()]

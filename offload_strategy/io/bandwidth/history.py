@@ -100,7 +100,8 @@ class _SavedRates:
 
     @property
     def rates(self) -> Rates:
-        return {way: rate for way in Direction if (rate := getattr(self, way)) is not None}
+        known = {Direction.READ: self.read, Direction.WRITE: self.write}
+        return {direction: rate for direction, rate in known.items() if rate is not None}
 
 
 _FILE = TypeAdapter(_SavedRates)

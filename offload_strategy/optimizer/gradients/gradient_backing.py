@@ -68,8 +68,9 @@ class StoredGradient:
     """
 
     def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
-        assert in_memory_order(gradient).is_contiguous(), "only dense gradients can be stored"
-        flat = in_memory_order(gradient).view(-1).view(torch.uint8)
+        in_order = in_memory_order(gradient)
+        assert in_order.is_contiguous(), "only dense gradients can be stored"
+        flat = in_order.view(-1).view(torch.uint8)
         self._store = store
         self._segment = lay_out([gradient])[0]
         self._ticket = store.put(flat, "optimizer", tiers)
