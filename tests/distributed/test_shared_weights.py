@@ -40,6 +40,8 @@ def written_each_step(rank, engine, **options):
     sums = [0]
 
     def note(step, net, optimizer):
+        # What is not written yet, the next step would take back from memory.
+        engine._resources.store.wait_for_writes()
         dist.barrier()
         sums.append(engine.metrics()[WRITTEN])
         if (after := options.get("after")) is not None:

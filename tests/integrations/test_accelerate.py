@@ -20,7 +20,7 @@ from tests.distributed.loops import same
 from tests.integrations.accelerate_runs import Run, forget_accelerator, prepare, with_and_without
 from tests.integrations.lightning_runs import assert_equal, assert_same, batches, tiny_model
 from tests.integrations.support import STREAMED, tensorboard_scalars
-from tests.training import moved
+from tests.training import left_bytes
 
 EAGER = {"optimizer": {"overlap": "eager"}}
 
@@ -34,7 +34,8 @@ def test_accumulation_clipping_and_a_scheduler_are_identical(hints):
         return prepare(plugin, gradient_accumulation_steps=4).train(9, clip=1.0)
 
     engine = with_and_without(train).engine
-    assert min(moved(engine, client) for client in ("activations", "optimizer")) > 0
+    metrics = engine.metrics()
+    assert min(left_bytes(metrics, client) for client in ("activations", "optimizer")) > 0
     # Ten batches an epoch: Accelerate also steps after the last one.
     group = [(0, False), (1, False), (2, False), (3, True)]
     # Before `attach` it is said that gradients accumulate.
@@ -189,7 +190,7 @@ def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical(order)
             run.model = run.accelerator.prepare_model(run.model)
         return run.train(10)
 
-    assert moved(with_and_without(train).engine) > 0
+    assert left_bytes(with_and_without(train).engine.metrics()) > 0
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["first kept", "first gone"])
@@ -212,7 +213,7 @@ def test_a_second_accelerator_goes_on_with_the_model_and_with_an_optimizer_that_
         assert engine is None or engine.closed
         return run
 
-    assert moved(with_and_without(train).engine) > 0
+    assert left_bytes(with_and_without(train).engine.metrics()) > 0
 
 
 def test_an_optimizer_whose_states_went_with_its_engine_is_refused_until_some_are_loaded():
