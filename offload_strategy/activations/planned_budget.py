@@ -51,8 +51,8 @@ _SEEN_SHARE, _SCARCE_SHARE = 0.9, 0.25
 #: Items get so much room at least, or a share of a small limit: to let them leave takes some.
 _LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
-#: of so many at least, and of those of so many bytes.
-_USES_AHEAD, _BYTES_AHEAD = 8, 32 * MiB
+#: of so many at least, and of those of so many bytes, but of no more than so many.
+_USES_AHEAD, _BYTES_AHEAD, _MOST_AHEAD = 8, 32 * MiB, 512
 #: Largest number of items whose plan is remembered.
 _MOST_ITEMS = 65536
 #: Share of the memory that is the limit if none is given.
@@ -380,7 +380,7 @@ class PlannedBudget(Budget):
         """Return the largest baseline memory after a use and some following ones."""
         most = ahead = 0
         # Their sizes are those of the usual order of use: the reverse of saving.
-        for one in range(use, len(trace.sizes)):
+        for one in range(use, min(len(trace.sizes), use + _MOST_AHEAD)):
             if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
                 break
             most = max(most, self._baseline.after(use_event(trace, one)))

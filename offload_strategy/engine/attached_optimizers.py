@@ -190,9 +190,10 @@ class AttachedOptimizers:
             fixed = int(self._section.subgroup_size)
             return lambda _: fixed
         moved, memory = state_bytes, self._resources.pinned_bytes
-        if self._section.overlap == "commit":  # the rest is for gradients, or new weights
+        if self._section.overlap == "commit":
             moved += sum(local_tensor(p).nbytes for p in parameters)
-            memory -= self._resources.new_weight_tier.capacity
+            if parameters[0].device.type != "cpu":  # the rest is for gradients, or new weights
+                memory -= self._resources.new_weight_tier.capacity
         return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
-from offload_strategy.plan_runtime.lifetime_plan import load_plan
+from offload_strategy.plan_runtime.lifetime_plan import GivenPlan
 from offload_strategy.telemetry import CLIENTS, get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
@@ -44,11 +44,16 @@ _WORKSPACE_SHARE = 0.1
 class AutomaticChoice:
     """Decides for the sections of a config whose ``enabled`` is 'auto'.
 
-    `models` are those that are attached at a time, of which gradients are expected.
+    `plan` is that of ``planning.plan``; `models` are those that are attached at a time, of which
+    gradients are expected.
     """
 
     def __init__(
-        self, config: OffloadConfig, resources: Resources, models: Collection[nn.Module]
+        self,
+        config: OffloadConfig,
+        plan: GivenPlan | None,
+        resources: Resources,
+        models: Collection[nn.Module],
     ) -> None:
         self._config = config
         # Not the resources themselves: their pool, which asks how much there is, may live longer.
@@ -60,9 +65,8 @@ class AutomaticChoice:
         if limit is None:
             limit, name = config.memory.limit, "memory.limit"
         nbytes = None if limit == "auto" else int(limit)
-        given = None if planning.plan is None else load_plan(planning.plan)
         #: The limit of training, with its meter.
-        self.limit = MemoryLimit(nbytes, planning.profile_steps, given=given, name=name)
+        self.limit = MemoryLimit(nbytes, planning.profile_steps, given=plan, name=name)
         if planning.device_memory is None and config.activations.enabled == "auto":
             self.limit.upcoming_bytes = self.upcoming_bytes
         self._models = models

@@ -33,6 +33,7 @@ from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
+from offload_strategy.plan_runtime.lifetime_plan import load_plan
 from offload_strategy.plan_runtime.profile import check_writable
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
@@ -79,6 +80,8 @@ class OffloadEngine(EngineReports):
         self.config = OffloadConfig.load(config)
         if self.config.report is not None:
             check_writable(self.config.report, "report: ")
+        given = self.config.planning.plan
+        plan = None if given is None else load_plan(given)  # before anything is open
         if processes is None:
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1
@@ -87,7 +90,7 @@ class OffloadEngine(EngineReports):
         self._metrics = Metrics(self._resources)
         self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
         self._registry = ParameterRegistry()
-        self._choice = AutomaticChoice(self.config, self._resources, self._registry.modules)
+        self._choice = AutomaticChoice(self.config, plan, self._resources, self._registry.modules)
         self._choice.limit.processes = processes
         self._is_block = is_block
         self._stream = None

@@ -208,6 +208,7 @@ class WeightStream(BlockResidency):
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
         self._accessed.pop(weight, None)
+        self._shared.pop(weight, None)
         self._by_storage = {key: w for key, w in self._by_storage.items() if w is not weight}
         if (parameter := weight.key()) is not None:
             self._weights.pop(parameter, None)

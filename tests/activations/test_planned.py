@@ -251,6 +251,17 @@ def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was
     assert step(), "the last one was too close to the limit"
 
 
+def test_a_pass_of_many_small_items_looks_ahead_over_a_bounded_number_of_them(monkeypatch):
+    looked = []
+    training = Training(passes=3)
+    usual = training.budget._baseline.after
+    monkeypatch.setattr(training.budget._baseline, "after", lambda e: looked.append(e) or usual(e))
+    trace = Trace(started_at=0.0)
+    trace.sizes = [1] * 100_000
+    training.budget.must_leave(trace)
+    assert len(looked) < 1000
+
+
 def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_allow():
     items = [plans.PlannedItem(n, ITEM, "stays" if n % 2 else "leaves") for n in range(LAYERS)]
     training = Training(2000 * MiB, file=items)

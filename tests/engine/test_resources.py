@@ -103,6 +103,14 @@ def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch
         assert "pip install xxhash" in caplog.text
 
 
+def test_an_engine_that_is_refused_for_its_plan_has_nothing_open(places, tmp_path):
+    planning = {"plan": str(tmp_path / "missing.json"), "device_memory": "1GiB"}
+    sections = {"tiers": [ssd("nvme", places[0])], "planning": planning}
+    with pytest.raises(ConfigError, match="cannot be read as a plan") as refused:
+        OffloadEngine(sections)
+    assert open_files(places[0]) == [], refused
+
+
 def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(places, tmp_path):
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)

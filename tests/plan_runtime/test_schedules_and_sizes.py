@@ -91,7 +91,7 @@ def test_subgroups_follow_the_model_where_memory_allows_it(parameters, each, mem
 
 @pytest.mark.parametrize(
     ("overlap", "pinned", "expected"),
-    [("eager", "1GiB", 1 << 18), ("eager", "4MiB", 1 << 17), ("commit", "16MiB", 1 << 17)],
+    [("eager", "1GiB", 1 << 18), ("eager", "4MiB", 1 << 17), ("commit", "8MiB", 1 << 17)],
 )
 def test_the_engine_looks_at_the_buffers_that_states_may_take(disk, overlap, pinned, expected):
     optimizer = {"overlap": overlap, "subgroup_size": "auto"}

@@ -428,3 +428,15 @@ def test_no_garbage_is_collected_while_frames_are_read(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
     assert block_residency._current_frames() == {}
     assert [*seen, gc.isenabled()] == [False, True]
+
+
+def test_what_other_processes_may_read_of_a_model_ends_when_it_is_detached(engine):
+    model, other = net(), net()
+    for each in (model, other):
+        engine.attach(each)
+    shared = engine._stream.share(list(model.parameters()))
+    assert any(shared)
+    live = engine._resources.store.registry.live
+    engine.detach_model(model)
+    gc.collect()
+    assert engine._resources.store.registry.live == live - len(shared)
