@@ -59,8 +59,9 @@ _MOST_ITEMS = 65536
 _FREE_SHARE = 0.95
 #: Share of the limit by which the room must shrink, or grow, for a new plan.
 _LESS, _MORE = 0.005, 0.03
-#: Share of the limit up to which idle buffers may stay mapped.
-_IDLE_SHARE = 0.85
+#: Share of the limit that idle buffers may take: those of states, gradients and weights on their
+#: way are used in turn, and new mappings of them took a tenth of a step.
+_IDLE_SHARE = 0.125
 _WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
 
 
@@ -120,8 +121,6 @@ class PlannedBudget(Budget):
         self._first_room: int | None = None
         # `BaselineMemory.correction` at the last plan.
         self._planned_for = 0
-        # Bytes of idle buffers that may stay in the memory that is limited.
-        self._idle_bytes = 0
         # If the device is the CPU, whose memory is that of the C library.
         self._freed: TrimmingNearLimit | None = None
         self._told = False
@@ -202,8 +201,6 @@ class PlannedBudget(Budget):
             self._return_freed()
             return
         begin = perf_counter()
-        if self._freed is not None:
-            self._writes.store.pool.keep_idle(self._idle_bytes)
         self._free_what_left()
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
@@ -293,6 +290,8 @@ class PlannedBudget(Budget):
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
+            idle_bytes = int(_IDLE_SHARE * self.limit_bytes)
+            self._writes.store.pool.keep_idle(idle_bytes, self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:
@@ -307,9 +306,6 @@ class PlannedBudget(Budget):
         self._first_room = None
         self.latest_peak_bytes = peak
         self.over_limit_passes += peak > self.limit_bytes
-        if self.plan is not None:
-            spare = int(_IDLE_SHARE * self.limit_bytes) - peak  # which has idle buffers in it
-            self._idle_bytes = min(max(0, self._idle_bytes + spare), self.limit_bytes // 4)
         self._passes_left -= 1
         if self._passes_left > 0:
             return

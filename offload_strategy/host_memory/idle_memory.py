@@ -5,8 +5,9 @@ Memory is often at its peak when forward ends, and idle buffers that stay mapped
 the kernel zeroes what is unmapped when it is used again. So resident memory is measured
 whenever a buffer is acquired or released; without idle buffers it is what the process needs. Idle
 buffers stay mapped as long as the process is smaller than what it needed in one of the last steps
-or in this one. In a forward pass, the largest growth between two measurements counts in advance:
-while a loss is computed from large logits, no buffer is acquired or released.
+or in this one, or than the limit of training, if it has one. In a forward pass, the largest growth
+between two measurements counts in advance: while a loss is computed from large logits, no buffer is
+acquired or released.
 
 What may wait in memory or on a tier, as new weights do until `step()`, stays in memory while the
 process takes little more than it needs otherwise (`IdleLimit.has_room`). At the end of backward,
@@ -79,8 +80,9 @@ class IdleLimit:
         self._most_before = 0
         self._in_forward = False
         self._look_at = 0.0
-        #: Bytes by which idle memory may raise the memory of the process.
-        self.may_exceed = 0
+        #: Bytes by which idle memory may raise the memory of the process, and those of a limit up
+        #: to which it may in any case.
+        self.may_exceed = self.limit_bytes = 0
         #: Bytes that the process may have in memory; none before that is known.
         self.process_bytes = 0
         #: Bytes that stay in memory because there was room, and the most in use besides those.
@@ -110,7 +112,7 @@ class IdleLimit:
         idle, resident = idle_bytes(), resident_bytes()
         need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = self.needed_bytes + self.may_exceed
+        limit = max(self.needed_bytes + self.may_exceed, int(_CLOSE_SHARE * self.limit_bytes))
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires

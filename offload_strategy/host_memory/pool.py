@@ -80,10 +80,13 @@ class BufferPool:
         self._limit = IdleLimit()
 
     # ------------------------------------------------------------------ limits of idle memory
-    def keep_idle(self, nbytes: int) -> None:
-        """Keep at most so many bytes of idle buffers from now on, because memory is scarce."""
+    def keep_idle(self, nbytes: int, within: int = 0) -> None:
+        """Keep at most so many bytes of idle buffers from now on, because memory is scarce.
+
+        They may raise the peak of a process that takes less than `within` bytes.
+        """
         with self._lock:
-            self._scarce = nbytes
+            self._scarce, self._limit.limit_bytes = nbytes, within
             self._collect()
 
     def keep_idle_beyond(self, nbytes: int) -> None:

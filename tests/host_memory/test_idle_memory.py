@@ -134,6 +134,19 @@ def test_a_share_of_what_the_process_needs_may_be_idle(process, monkeypatch):
     assert process.held() <= 16 * MiB, "a limit that was set holds"
 
 
+@pytest.mark.parametrize(("within", "excess"), [(0, 100), (600, 18), (2000, 0)])
+def test_idle_memory_may_raise_the_peak_up_to_a_limit(monkeypatch, within, excess):
+    """But for 3 % of the limit, where the process returns what it can."""
+    resident = iter([500 * MiB, 600 * MiB])
+    monkeypatch.setattr(idle, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+    limit = idle.IdleLimit()
+    limit.limit_bytes = within * MiB
+    limit.pass_begins()
+    assert limit.excess(lambda: 0, acquires=True) == 0, "all of it is needed"
+    assert limit.excess(lambda: 100 * MiB, acquires=False) == excess * MiB
+
+
 def test_told_twice_it_is_one_pass(process):
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
