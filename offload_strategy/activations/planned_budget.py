@@ -24,7 +24,7 @@ from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.c_allocator import freed_memory
+from offload_strategy.host_memory.c_allocator import freed_memory, merge_freed_tensors
 from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
@@ -277,6 +277,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
+            merge_freed_tensors()
             freed_memory.return_all()
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
@@ -290,8 +291,9 @@ class PlannedBudget(Budget):
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
-            idle_bytes = int(_IDLE_SHARE * self.limit_bytes)
-            self._writes.store.pool.keep_idle(idle_bytes, self.limit_bytes)
+            pool = self._writes.store.pool
+            pool.keep_idle(int(_IDLE_SHARE * self.limit_bytes))
+            pool.limit_process(lambda: self.limit_bytes, is_scarce=True)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:

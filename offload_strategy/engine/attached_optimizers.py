@@ -129,7 +129,9 @@ class AttachedOptimizers:
         if section.overlap == "commit" and parameters[0].device.type == "cpu":
             # What waits for step() stays in memory as far as there is room.
             self._choice.limit.measure(parameters[0])
-            self._resources.pool.limit_process(self._choice.host_limit_bytes)
+            self._resources.pool.limit_process(
+                self._choice.host_limit_bytes, is_scarce=self._choice.is_scarce
+            )
             # Of states in host memory, step() frees all old ones at once.
             tiers = self._resources.clients["optimizer"]
             host_bytes = sum(tier.capacity for tier in tiers if tier.is_host_memory)

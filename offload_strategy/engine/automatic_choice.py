@@ -26,7 +26,11 @@ from torch.optim import Optimizer
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
-from offload_strategy.host_memory.c_allocator import keep_freed_memory, leaves_gaps
+from offload_strategy.host_memory.c_allocator import (
+    keep_freed_memory,
+    leaves_gaps,
+    merge_freed_tensors,
+)
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.plan_runtime.lifetime_plan import GivenPlan
 from offload_strategy.telemetry import CLIENTS, get_logger
@@ -115,11 +119,9 @@ class AutomaticChoice:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Where nothing watches the memory of the process, it must not keep more.
         watched = self.plans_activations() and parameters[0].device.type == "cpu"
-        if watched and not leaves_gaps():
-            keep_freed_memory()
         streams = self._decided.get("parameters", False)
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
-            self._swaps = True
+            self._swap(watched=watched)
             return False
         meter = self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), meter.used_bytes()
@@ -141,9 +143,21 @@ class AutomaticChoice:
             if watched:
                 keep_freed_memory()
         else:
-            self._swaps = True
+            self._swap(watched=watched)
         self._decided["optimizer"] = not keeps
         return keeps
+
+    def _swap(self, *, watched: bool) -> None:
+        self._swaps = True
+        if watched:
+            merge_freed_tensors()
+            if not leaves_gaps():
+                keep_freed_memory()
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether training may use all of its memory: not all fits, or the limit was given."""
+        return self.limit.nbytes is not None or any(self._decided.values())
 
     def host_limit_bytes(self) -> int:
         """Return the bytes that training may have in host memory, if it is on the CPU."""

@@ -6,26 +6,41 @@ them again: page faults that take up to a fifth of a step, in plain PyTorch, too
 which are aligned to 64 bytes, glibc before 2.39 takes blocks that are a little too large and keeps
 the rests where they are not merged with their neighbours (its bug 30723): a freed tensor leaves a
 gap that is a little too small for the next one of its size, and the heap grows to several times of
-what is in use. The caches that keep the rests can only be turned off when a process starts.
+what is in use. The caches that keep the rests are turned off by `GLIBC_TUNABLES` when a process
+starts. Later there is no function for it.
+
+[Note: caches of a running process]
+The limit of these caches is a variable, which is read whenever something is freed, so a process may
+lower it at any time. It has no name in the library. `mallopt` shows where its neighbours are: a
+value that was set is found once in the library's data, behind it the limit among three constants of
+glibc. If anything is otherwise (another build, settings of the user), all stays as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from offload_strategy.units import MiB
 
 _VARIABLE, _NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-#: First version without such gaps.
-_MERGES = (2, 39)
+#: First version with such caches, and first without such gaps.
+_CACHES, _MERGES = (2, 26), (2, 39)
 #: Numbers of settings in <malloc.h>, and their values: the second is what glibc raises it to.
 _M_TRIM_THRESHOLD, _NEVER = -1, -1
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 32 * MiB
+_M_MXFAST, _M_ARENA_TEST = 1, -7
+#: A value that nobody else has, and the setting's default. In as many words behind it: numbers of
+#: caches, their largest blocks, blocks in each, and blocks that are looked at without a limit.
+_MARK, _ARENA_TEST, _WORDS_BEHIND, _WORD = 0x6F66666C, 8, 24, 8
+_CACHE_VALUES = (64, 1032, 7, 0)
 #: Words of variables by which somebody else has chosen.
 _CHOSEN = ("trim_threshold", "mmap_threshold", "top_pad", "mmap_max")
+_CHOSEN_CACHES = ("tcache", "mxfast", "arena_test")
 
 
 def _version() -> tuple[int, ...] | None:
@@ -40,8 +55,89 @@ def _version() -> tuple[int, ...] | None:
 def leaves_gaps() -> bool:
     """Whether freed tensors leave gaps in the heap of this process; see the note above."""
     version = _version()
-    caches = "tcache_count=0" not in os.environ.get(_VARIABLE, "")
+    caches = "tcache_count=0" not in os.environ.get(_VARIABLE, "") and not _Caches.are_off
     return version is not None and version < _MERGES and caches
+
+
+def _chosen(words: tuple[str, ...]) -> bool:
+    """Whether the environment has a setting with one of these words."""
+    environment = f"{' '.join(os.environ)} {os.environ.get(_VARIABLE, '')}".lower()
+    return any(word in environment for word in words)
+
+
+class _Caches:
+    """glibc's caches of small freed blocks; see [Note: caches of a running process]."""
+
+    are_off = False
+
+    @classmethod
+    def turn_off(cls) -> None:
+        """Turn them off in this process, if they are found where they should be."""
+        version = _version() or ()
+        if cls.are_off or not _CACHES <= version < _MERGES or _chosen(_CHOSEN_CACHES):
+            return
+        with suppress(OSError, AttributeError, ValueError):
+            library = ctypes.CDLL(None)
+            limit = cls._find_limit(library)
+            if limit is not None:
+                limit.value = 0
+                library.mallopt(_M_MXFAST, 0)
+                cls.are_off = True
+
+    @staticmethod
+    def _find_limit(library: ctypes.CDLL) -> ctypes.c_uint64 | None:
+        """Return the variable with the number of blocks in each cache, or None if in doubt."""
+        begins, sizes = _writable_data(ctypes.cast(library.mallopt, ctypes.c_void_p).value or 0)
+        if ctypes.sizeof(ctypes.c_void_p) != _WORD:
+            return None
+
+        def read() -> list[tuple[int, ...]]:
+            data = map(ctypes.string_at, begins, sizes)
+            return [struct.unpack(f"={len(each) // _WORD}Q", each) for each in data]
+
+        before = read()
+        library.mallopt(_M_ARENA_TEST, _MARK)
+        marked = read()
+        places = [
+            (n, at) for n, words in enumerate(marked) for at, w in enumerate(words) if w == _MARK
+        ]
+        if len(places) != 1:
+            library.mallopt(_M_ARENA_TEST, _ARENA_TEST)
+            return None
+        number, at = places[0]
+        library.mallopt(_M_ARENA_TEST, before[number][at])
+        words = marked[number]
+        behind = range(at + 1, at + _WORDS_BEHIND)
+        found = [first for first in behind if words[first : first + 4] == _CACHE_VALUES]
+        if len(found) != 1 or read()[number][at] != before[number][at]:
+            return None
+        return ctypes.c_uint64.from_address(begins[number] + (found[0] + 2) * _WORD)
+
+
+def _writable_data(address: int) -> tuple[list[int], list[int]]:
+    """Return begins and bytes of the writable data of the library that has code at an address."""
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, mode, _, _, _, *path = line.split(maxsplit=5)
+        begin, end = (int(each, 16) for each in ends.split("-"))
+        mapped.append((begin, end, mode, path))
+    paths = [path for begin, end, _, path in mapped if begin <= address < end and path]
+    data = [
+        (begin, end - begin)
+        for begin, end, mode, path in mapped
+        if path in paths and mode[:2] == "rw"
+    ]
+    return [begin for begin, _ in data], [size for _, size in data]
+
+
+def merge_freed_tensors() -> None:
+    """Let glibc merge freed tensors with what is free beside them, from now on.
+
+    Takes some nanoseconds from each small request for memory. Does nothing where they are merged
+    anyway, or if the environment has settings of the caches.
+    """
+    if leaves_gaps():
+        _Caches.turn_off()
 
 
 def keep_freed_memory() -> None:
@@ -49,8 +145,7 @@ def keep_freed_memory() -> None:
 
     Does nothing with another C library, or if the environment has settings of these.
     """
-    words = f"{' '.join(os.environ)} {os.environ.get(_VARIABLE, '')}".lower()
-    if _version() is None or any(word in words for word in _CHOSEN):
+    if _version() is None or _chosen(_CHOSEN):
         return
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -72,14 +167,15 @@ class FreedMemory:
         self._usage: Callable[[], _Usage] | None = None
         # Of the bytes that are free, those that were returned to the system and not used since.
         self._returned_bytes = 0
-        # Gaps hardly serve another request.
-        if _version() is not None and not leaves_gaps():
+        if _version() is not None:
             with suppress(OSError, AttributeError):  # glibc before 2.33
                 self._usage = ctypes.CDLL(None).mallinfo2
                 self._usage.restype = _Usage
 
     def nbytes(self) -> int:
-        """Return how many bytes a request for memory finds there at least."""
+        """Return how many bytes a request for memory finds there; gaps hardly serve any."""
+        if leaves_gaps():
+            return 0
         free = self._free_bytes()
         self._returned_bytes = min(self._returned_bytes, free)
         return free - self._returned_bytes

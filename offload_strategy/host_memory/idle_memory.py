@@ -10,8 +10,8 @@ between two measurements counts in advance: while a loss is computed from large 
 acquired or released.
 
 What may wait in memory or on a tier, as new weights do until `step()`, stays in memory while the
-process takes little more than it needs otherwise (`IdleLimit.has_room`). At the end of backward,
-what autograd saved is gone.
+process takes little more than it needs otherwise, or where memory is scarce, most of its limit
+(`IdleLimit.has_room`). At the end of backward, what autograd saved is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PASSES = 8
 #: More frequent measurements are of no use.
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
-#: which it may: the heap has gaps besides.
-WAITING_SHARE, IN_USE_SHARE = 0.2, 0.75
+#: which it may: the heap has gaps besides. Where memory is scarce, only the second one counts.
+WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.2, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of
@@ -80,11 +80,11 @@ class IdleLimit:
         self._most_before = 0
         self._in_forward = False
         self._look_at = 0.0
-        #: Bytes by which idle memory may raise the memory of the process, and those of a limit up
-        #: to which it may in any case.
-        self.may_exceed = self.limit_bytes = 0
-        #: Bytes that the process may have in memory; none before that is known.
-        self.process_bytes = 0
+        #: Bytes by which idle memory may raise the memory of the process.
+        self.may_exceed = 0
+        #: Bytes that the process may have in memory, none before that is known; and whether it may
+        #: use all of them, because training does not fit in there otherwise.
+        self.process_bytes, self.is_scarce = 0, False
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
@@ -112,7 +112,9 @@ class IdleLimit:
         idle, resident = idle_bytes(), resident_bytes()
         need, latest = resident - idle - self.waiting, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = max(self.needed_bytes + self.may_exceed, int(_CLOSE_SHARE * self.limit_bytes))
+        limit = self.needed_bytes + self.may_exceed
+        if self.is_scarce:
+            limit = max(limit, int(_CLOSE_SHARE * self.process_bytes))
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
@@ -123,10 +125,15 @@ class IdleLimit:
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may wait in memory."""
         resident = resident_bytes()
-        in_use = resident - freed_memory.nbytes()
+        freed = freed_memory.nbytes()
+        in_use = resident - freed
         self._most_in_use = max(self._most_in_use, in_use - self.waiting)
-        most = min((1 + WAITING_SHARE) * self._most_in_use, IN_USE_SHARE * self.process_bytes)
-        return in_use + nbytes <= most and resident <= _NEAR_SHARE * self.process_bytes
+        most = SCARCE_SHARE * self.process_bytes
+        if not self.is_scarce:
+            most = min((1 + WAITING_SHARE) * self._most_in_use, IN_USE_SHARE * self.process_bytes)
+        # Near the limit only what finds its place in freed memory, of which parts are too small.
+        fits = 2 * nbytes <= freed or resident <= _NEAR_SHARE * self.process_bytes
+        return in_use + nbytes <= most and fits
 
     def acquired(self, nbytes: int) -> None:
         """Count a buffer that was acquired after a measurement as needed."""

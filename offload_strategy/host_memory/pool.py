@@ -80,13 +80,10 @@ class BufferPool:
         self._limit = IdleLimit()
 
     # ------------------------------------------------------------------ limits of idle memory
-    def keep_idle(self, nbytes: int, within: int = 0) -> None:
-        """Keep at most so many bytes of idle buffers from now on, because memory is scarce.
-
-        They may raise the peak of a process that takes less than `within` bytes.
-        """
+    def keep_idle(self, nbytes: int) -> None:
+        """Keep at most so many bytes of idle buffers from now on, because memory is scarce."""
         with self._lock:
-            self._scarce, self._limit.limit_bytes = nbytes, within
+            self._scarce = nbytes
             self._collect()
 
     def keep_idle_beyond(self, nbytes: int) -> None:
@@ -99,9 +96,13 @@ class BufferPool:
         with self._lock:
             self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
 
-    def limit_process(self, nbytes: Callable[[], int]) -> None:
-        """Let what `may_wait` take as much as `nbytes` returns at the begin of a pass, and now."""
+    def limit_process(self, nbytes: Callable[[], int], *, is_scarce: bool) -> None:
+        """Let what `may_wait` take as much as `nbytes` returns at the begin of a pass, and now.
+
+        If memory is scarce, all of it, and idle buffers as well; else little more than is needed.
+        """
         self._process_limit, self._limit.process_bytes = nbytes, nbytes()
+        self._limit.is_scarce |= is_scarce
 
     def pass_begins(self) -> None:
         """Unmap idle memory that would raise the peak of a forward pass, which starts now."""

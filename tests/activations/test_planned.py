@@ -35,7 +35,7 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.waits = 0
-        self.idle = 0, 0
+        self.idle, self.process_limit = 0, (0, False)
         self.store = self.registry = self.pool = self
         self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
@@ -65,8 +65,11 @@ class Training:
     def release_written(self):
         pass
 
-    def keep_idle(self, nbytes, within):
-        self.idle = nbytes, within
+    def keep_idle(self, nbytes):
+        self.idle = nbytes
+
+    def limit_process(self, nbytes, *, is_scarce):
+        self.process_limit = nbytes(), is_scarce
 
     def leaving_bytes(self):
         return self.writing
@@ -220,9 +223,9 @@ def test_without_a_limit_what_there_is_counts_and_an_idle_path_is_as_fast_as_it_
 
 def test_an_eighth_of_the_limit_may_be_idle_buffers_from_the_first_measured_pass_on():
     training = Training()
-    assert training.idle == (0, 0), "nothing was measured"
+    assert (training.idle, training.process_limit) == (0, (0, False)), "nothing was measured"
     training.step("aaa")
-    assert training.idle == (125 * MiB, 1000 * MiB)
+    assert (training.idle, training.process_limit) == (125 * MiB, (1000 * MiB, True))
 
 
 def test_a_step_that_was_seen_within_the_limit_is_not_measured_although_less_was_certain():

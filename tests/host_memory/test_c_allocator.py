@@ -5,6 +5,7 @@ import platform
 
 import pytest
 
+from offload_strategy.host_memory import c_allocator
 from offload_strategy.host_memory.c_allocator import leaves_gaps
 from tests.support import run_python
 
@@ -68,6 +69,7 @@ def test_settings_of_the_environment_stay_as_they_are(variable):
 
 def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunables(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(c_allocator._Caches, "are_off", False)
     found = {}
     for version in ("glibc 2.35", "glibc 2.41", "musl 1.2", ""):
         monkeypatch.setattr("os.confstr", lambda _, version=version: version)
@@ -76,3 +78,40 @@ def test_whether_freed_tensors_leave_gaps_depends_on_the_version_and_the_tunable
     monkeypatch.setattr("os.confstr", lambda _: "glibc 2.35")
     monkeypatch.setenv("GLIBC_TUNABLES", _NO_GAPS)
     assert not leaves_gaps()
+
+
+#: Whether freed tensors leave gaps before and after caches are turned off, and bytes of eight small
+#: blocks that are free as soon as they are freed; blocks in caches count as in use.
+_CACHES = """
+import ctypes
+from offload_strategy.host_memory import c_allocator
+library, usage = ctypes.CDLL(None), c_allocator.freed_memory._usage
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+if {changed}:
+    c_allocator._CACHE_VALUES = (64, 1032, 8, 0)
+before = c_allocator.leaves_gaps()
+c_allocator.merge_freed_tensors()
+def freed():
+    blocks = [library.malloc(ctypes.c_size_t(600)) for _ in range(8)]
+    used = usage().uordblks
+    for block in blocks:
+        library.free(block)
+    return used - usage().uordblks
+freed()
+print(int(before), int(c_allocator.leaves_gaps()), freed())
+"""
+_HAS_CACHES = [2, 33] <= [*map(int, (VERSION or "0").split("."))] < [2, 39]
+
+
+@pytest.mark.skipif(not _HAS_CACHES, reason="this glibc has no caches that leave gaps")
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("tunables", ["", "glibc.malloc.tcache_count=7", "glibc.malloc.mxfast=64"])
+def test_caches_of_a_running_process_are_turned_off_where_they_are_as_expected(tunables, changed):
+    environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
+    printed = run_python(
+        "-c", _CACHES.format(changed=changed), env={**environment, "GLIBC_TUNABLES": tunables}
+    )
+    before, after, freed = (int(number) for number in printed.split())
+    assert before
+    assert bool(after) == bool(tunables or changed), "the user's own settings come first"
+    assert (freed > 7 * 600) == (not after)

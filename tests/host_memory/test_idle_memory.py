@@ -141,7 +141,7 @@ def test_idle_memory_may_raise_the_peak_up_to_a_limit(monkeypatch, within, exces
     monkeypatch.setattr(idle, "resident_bytes", lambda: next(resident))
     monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
     limit = idle.IdleLimit()
-    limit.limit_bytes = within * MiB
+    limit.process_bytes, limit.is_scarce = within * MiB, within > 0
     limit.pass_begins()
     assert limit.excess(lambda: 0, acquires=True) == 0, "all of it is needed"
     assert limit.excess(lambda: 100 * MiB, acquires=False) == excess * MiB
@@ -185,14 +185,25 @@ def test_what_waits_raises_the_memory_in_use_by_a_fifth_at_most(process):
 
 
 def test_what_waits_stays_below_the_limit_of_the_process(process):
-    process.pool.limit_process(lambda: _OTHER * 4 // 3 + MiB)
+    process.pool.limit_process(lambda: _OTHER * 4 // 3 + MiB, is_scarce=False)
     process.pool.pass_begins()
     assert process.pool.may_wait(0)
     assert not process.pool.may_wait(2 * MiB), "three quarters are used"
     process.freed = _OTHER
-    process.pool.limit_process(lambda: _OTHER)
+    process.pool.limit_process(lambda: _OTHER, is_scarce=False)
     process.pool.pass_begins()
-    assert not process.pool.may_wait(0), "the process is as large as it may be"
+    assert process.pool.may_wait(_OTHER // 2), "freed memory has a place for it"
+    assert not process.pool.may_wait(_OTHER // 2 + MiB), "parts of freed memory are too small"
+    process.freed = 0
+    assert not process.pool.may_wait(1 * MiB), "the process is as large as it may be"
+
+
+def test_where_memory_is_scarce_what_waits_may_use_most_of_the_limit(process):
+    process.pool.limit_process(lambda: _OTHER * 2, is_scarce=True)
+    process.pool.limit_process(lambda: _OTHER * 2, is_scarce=False)  # by another client
+    process.pool.pass_begins()
+    assert process.pool.may_wait(_OTHER * 7 // 10 - MiB)
+    assert not process.pool.may_wait(_OTHER * 7 // 10 + MiB)
 
 
 def test_idle_memory_stays_beside_what_waits(process):
