@@ -3,7 +3,6 @@
     python -m benchmarks.automatic                              320M parameters
     python -m benchmarks.automatic --model 70M --limits 900MiB  a smaller model
     python -m benchmarks.automatic --configs '{"optimizer": {"overlap": "eager"}}'
-    python -m benchmarks.automatic --launch                     ours by `ssd-offload run`
     python -m benchmarks.automatic --through lightning --share 0.5   a limit of half of plain's peak
 
 Contenders alternate, each in its own process, and in its own memory group where it has a limit.
@@ -63,8 +62,6 @@ class Contender:
             else:
                 command = self._launch(Path(folder), subject)
             command.append(json.dumps(subject))
-            if options.launch and self.config is not None:
-                command = [sys.executable, "-m", "offload_strategy.cli", "run", *command]
             with nullcontext() if self.limit is None else memory_group(self.limit) as group:
                 command = command if group is None else group.command(command)
                 done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
@@ -172,7 +169,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="limit of the gradients' norm")
     parser.add_argument("--steps", type=int, default=6, help="of each process")
     parser.add_argument("--laps", type=int, default=1, help="processes of each contender")
-    parser.add_argument("--launch", action="store_true", help="ours by `ssd-offload run`")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
 

@@ -24,7 +24,7 @@ from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.c_allocator import freed_memory, merge_freed_tensors
+from offload_strategy.host_memory.c_allocator import freed_memory, reuse_freed_memory
 from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
@@ -277,7 +277,7 @@ class PlannedBudget(Budget):
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
         if memory.meter.counts_host_buffers:
-            merge_freed_tensors()
+            reuse_freed_memory()
             freed_memory.return_all()
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:

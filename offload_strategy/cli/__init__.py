@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from offload_strategy.cli import bench, doctor, file_commands, init, plan, run
+    from offload_strategy.cli import bench, doctor, file_commands, init, plan
 
     parser = argparse.ArgumentParser(
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = config.add_subparsers(required=True, metavar="ACTION")
     for action in file_commands.ACTIONS:
         action.add_to(actions)
-    for module in (init, bench, doctor, plan, run):
+    for module in (init, bench, doctor, plan):
         module.COMMAND.add_to(commands)
     for command in (file_commands.REPORT, file_commands.CONSOLIDATE):
         command.add_to(commands)

@@ -26,11 +26,7 @@ from torch.optim import Optimizer
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
-from offload_strategy.host_memory.c_allocator import (
-    keep_freed_memory,
-    leaves_gaps,
-    merge_freed_tensors,
-)
+from offload_strategy.host_memory.c_allocator import keep_freed_memory, reuse_freed_memory
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.plan_runtime.lifetime_plan import GivenPlan
 from offload_strategy.telemetry import CLIENTS, get_logger
@@ -117,11 +113,10 @@ class AutomaticChoice:
         Several ranks must decide alike and have different memory, so their states leave.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Where nothing watches the memory of the process, it must not keep more.
-        watched = self.plans_activations() and parameters[0].device.type == "cpu"
+        on_host = parameters[0].device.type == "cpu"
         streams = self._decided.get("parameters", False)
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
-            self._swap(watched=watched)
+            self._swap(on_host=on_host)
             return False
         meter = self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), meter.used_bytes()
@@ -140,19 +135,18 @@ class AutomaticChoice:
         )
         if keeps:
             self._kept[optimizer] = state_bytes
-            if watched:
+            # Where nothing watches the memory of the process, it must not keep more.
+            if on_host and self.plans_activations():
                 keep_freed_memory()
         else:
-            self._swap(watched=watched)
+            self._swap(on_host=on_host)
         self._decided["optimizer"] = not keeps
         return keeps
 
-    def _swap(self, *, watched: bool) -> None:
+    def _swap(self, *, on_host: bool) -> None:
         self._swaps = True
-        if watched:
-            merge_freed_tensors()
-            if not leaves_gaps():
-                keep_freed_memory()
+        if on_host:
+            reuse_freed_memory()
 
     @property
     def is_scarce(self) -> bool:

@@ -29,6 +29,7 @@ from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.c_allocator import reuse_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -190,7 +191,10 @@ class OffloadEngine(EngineReports):
     def _hook(self, model: nn.Module) -> None:
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
-        self._note_device(next(model.parameters()))
+        parameter = next(model.parameters())
+        self._note_device(parameter)
+        if self.config.activations.enabled is True and parameter.device.type == "cpu":
+            reuse_freed_memory()
         if self._activations is not None:
             self._activations.names.add_modules(model)
             self._hooks[model] = ForwardHooks(model, self._activations, owner=self)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from offload_strategy.units import MiB
 
-_VARIABLE, _NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+_VARIABLE = "GLIBC_TUNABLES"
 #: First version with such caches, and first without such gaps.
 _CACHES, _MERGES = (2, 26), (2, 39)
 #: Numbers of settings in <malloc.h>, and their values: the second is what glibc raises it to.
@@ -130,14 +130,16 @@ def _writable_data(address: int) -> tuple[list[int], list[int]]:
     return [begin for begin, _ in data], [size for _, size in data]
 
 
-def merge_freed_tensors() -> None:
-    """Let glibc merge freed tensors with what is free beside them, from now on.
+def reuse_freed_memory() -> None:
+    """Let freed tensors leave no gaps in the heap of this process, and stay there for later ones.
 
-    Takes some nanoseconds from each small request for memory. Does nothing where they are merged
-    anyway, or if the environment has settings of the caches.
+    For training that offloads. Small requests for memory take some nanoseconds more. Settings of
+    the environment come first.
     """
     if leaves_gaps():
         _Caches.turn_off()
+    if not leaves_gaps():
+        keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
@@ -194,11 +196,3 @@ class FreedMemory:
 
 
 freed_memory = FreedMemory()
-
-
-def launch_environment() -> dict[str, str]:
-    """Return the variables with which a training process should start; the user's own come first.
-
-    Empty where freed tensors leave no gaps.
-    """
-    return {_VARIABLE: _NO_CACHES} if leaves_gaps() and _VARIABLE not in os.environ else {}

@@ -30,7 +30,7 @@ _PASSES = 8
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides. Where memory is scarce, only the second one counts.
-WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.2, 0.75, 0.85
+WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of

@@ -11,13 +11,11 @@ import yaml
 
 from offload_strategy import OffloadConfig, cli
 from offload_strategy.engine.run_report import RunReport
-from offload_strategy.host_memory.c_allocator import launch_environment
 from offload_strategy.integrations.accelerate.launch import environment_for
 from offload_strategy.io.bandwidth import history
 from offload_strategy.plan_runtime import predicted_and_measured as prediction
 from offload_strategy.plan_runtime.predicted_and_measured import Change
 from offload_strategy.telemetry import Direction
-from tests.integrations.support import python, succeeded
 
 pytestmark = pytest.mark.usefixtures("rates_cache")
 
@@ -102,16 +100,6 @@ def test_only_the_program_of_a_process_keeps_its_imports_from_collection(ssd_off
     monkeypatch.setattr(sys, "argv", ["ssd-offload", "config", "schema"])
     assert cli.program() == 0
     assert frozen == [True]
-
-
-# ---------------------------------------------------------------------------- processes
-def test_a_command_starts_with_the_settings_that_need_a_new_process(ssd_offload, tmp_path):
-    show = "import json, os; print(json.dumps(dict(os.environ)))"
-    words = ("-m", "offload_strategy.cli", "run", "--", sys.executable, "-c", show)
-    found = json.loads(succeeded(python(*words, home=tmp_path)))
-    assert launch_environment().items() <= found.items()
-    for words, said in (((), "name the command to start"), (("nowhere",), "nowhere: No such file")):
-        assert said in ssd_offload("run", *words, status=2).err
 
 
 # ---------------------------------------------------------------------------- launch files

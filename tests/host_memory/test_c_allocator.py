@@ -90,7 +90,7 @@ library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_
 if {changed}:
     c_allocator._CACHE_VALUES = (64, 1032, 8, 0)
 before = c_allocator.leaves_gaps()
-c_allocator.merge_freed_tensors()
+c_allocator.reuse_freed_memory()
 def freed():
     blocks = [library.malloc(ctypes.c_size_t(600)) for _ in range(8)]
     used = usage().uordblks
@@ -115,3 +115,27 @@ def test_caches_of_a_running_process_are_turned_off_where_they_are_as_expected(t
     assert before
     assert bool(after) == bool(tunables or changed), "the user's own settings come first"
     assert (freed > 7 * 600) == (not after)
+
+
+@pytest.mark.skipif(not _HAS_CACHES, reason="this glibc has no caches that leave gaps")
+@pytest.mark.parametrize(
+    ("sections", "leaves"),
+    [
+        ({"optimizer": {"enabled": True}, "activations": {"enabled": False}}, True),
+        ({"optimizer": {"enabled": False}, "activations": {"enabled": True}}, True),
+        ({}, False),
+    ],
+)
+def test_where_anything_leaves_freed_tensors_leave_no_gaps(tmp_path, sections, leaves):
+    config = {**sections, "tiers": [{"name": "disk", "kind": "ssd", "path": str(tmp_path)}]}
+    program = (
+        "import torch\n"
+        "from offload_strategy import OffloadEngine\n"
+        "from offload_strategy.host_memory.c_allocator import leaves_gaps\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        f"with OffloadEngine({config}) as engine:\n"
+        "    engine.attach(model, torch.optim.AdamW(model.parameters()))\n"
+        "    print(leaves_gaps())\n"
+    )
+    environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
+    assert run_python("-c", program, env=environment).strip() == str(not leaves)

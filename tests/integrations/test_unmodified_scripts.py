@@ -224,16 +224,6 @@ def test_launch_files_are_yaml_or_json_and_may_name_several_processes(tmp_path, 
         assert environment_for(plain) == {}
 
 
-def test_processes_on_the_cpu_get_the_settings_of_a_better_allocator(tmp_path, monkeypatch):
-    path = str(launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION))
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    for version, given in (("glibc 2.39", False), ("musl 1.2", False), ("glibc 2.36", True)):
-        monkeypatch.setattr("os.confstr", lambda _, version=version: version)
-        assert ("GLIBC_TUNABLES" in environment_for(path)) is given
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert "GLIBC_TUNABLES" not in environment_for(path), "the user's own come first"
-
-
 def test_each_rank_puts_its_number_into_the_paths(home, monkeypatch):
     own = {"name": "own", "kind": "ssd", "path": "/dev/nvme${LOCAL_RANK}n1"}
     both = {"name": "both", "kind": "ssd", "path": ["$ROOM/$RANK", "$ROOM/$LOCAL_RANK"]}

@@ -23,7 +23,6 @@ import yaml
 from offload_strategy.config import ACCELERATE_SECTION as SECTION
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.c_allocator import launch_environment
 
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
@@ -109,9 +108,7 @@ def environment_for(path: str | None) -> dict[str, str]:
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
-    on_host = content.get("use_cpu") or distributed == "MULTI_CPU"
-    allocator = launch_environment() if on_host else {}
-    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true", **allocator}
+    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true"}
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
