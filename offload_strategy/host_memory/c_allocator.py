@@ -10,10 +10,13 @@ what is in use. The caches that keep the rests are turned off by `GLIBC_TUNABLES
 starts. Later there is no function for it.
 
 [Note: caches of a running process]
-The limit of these caches is a variable, which is read whenever something is freed, so a process may
-lower it at any time. It has no name in the library. `mallopt` shows where its neighbours are: a
-value that was set is found once in the library's data, behind it the limit among three constants of
-glibc. If anything is otherwise (another build, settings of the user), all stays as it is.
+A thread has a cache for each size of small blocks. How many is a variable, with which the size is
+compared before a cache is used, so a process may set it to zero at any time: blocks that are in the
+caches stay there until their thread ends. (The number of blocks in each, which the tunable sets,
+must not be lowered: glibc ends a process whose caches have more.) The variable has no name in the
+library. `mallopt` shows where its neighbours are: a value that was set is found once in the
+library's data, and behind it this variable before three others with glibc's defaults. If anything
+is otherwise (another build, settings of the user), all stays as it is.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class _Caches:
 
     @staticmethod
     def _find_limit(library: ctypes.CDLL) -> ctypes.c_uint64 | None:
-        """Return the variable with the number of blocks in each cache, or None if in doubt."""
+        """Return the variable with the number of caches, or None if in doubt."""
         begins, sizes = _writable_data(ctypes.cast(library.mallopt, ctypes.c_void_p).value or 0)
         if ctypes.sizeof(ctypes.c_void_p) != _WORD:
             return None
@@ -111,7 +114,7 @@ class _Caches:
         found = [first for first in behind if words[first : first + 4] == _CACHE_VALUES]
         if len(found) != 1 or read()[number][at] != before[number][at]:
             return None
-        return ctypes.c_uint64.from_address(begins[number] + (found[0] + 2) * _WORD)
+        return ctypes.c_uint64.from_address(begins[number] + found[0] * _WORD)
 
 
 def _writable_data(address: int) -> tuple[list[int], list[int]]:
