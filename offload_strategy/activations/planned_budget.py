@@ -291,9 +291,9 @@ class PlannedBudget(Budget):
         self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
-            pool = self._writes.store.pool
-            pool.keep_idle(int(_IDLE_SHARE * self.limit_bytes))
-            pool.limit_process(lambda: self.limit_bytes, is_scarce=True)
+            pool, limit = self._writes.store.pool, self.limit_bytes
+            pool.keep_idle(int(_IDLE_SHARE * limit))
+            pool.limit_process(lambda: limit, is_scarce=True)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
 
     def _begin_pass(self, trace: Trace) -> None:

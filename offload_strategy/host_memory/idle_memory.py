@@ -29,7 +29,7 @@ _PASSES = 8
 #: More frequent measurements are of no use.
 _LOOK_SECONDS = 0.001
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
-#: which it may: the heap has gaps besides. Where memory is scarce, only the second one counts.
+#: which it may: the heap has gaps besides. Where memory is scarce, only the third one counts.
 WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
