@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +73,8 @@ class _Caches:
     """glibc's caches of small freed blocks; see [Note: caches of a running process]."""
 
     are_off = False
+    # What one thread has marked must not be the value that another one restores.
+    _lock = threading.Lock()
 
     @classmethod
     def turn_off(cls) -> None:
@@ -79,20 +82,20 @@ class _Caches:
         version = _version() or ()
         if cls.are_off or not _CACHES <= version < _MERGES or _chosen(_CHOSEN_CACHES):
             return
-        with suppress(OSError, AttributeError, ValueError):
+        with cls._lock, suppress(OSError, AttributeError, ValueError):
             library = ctypes.CDLL(None)
-            limit = cls._find_limit(library)
-            if limit is not None:
-                limit.value = 0
+            number = cls._find_number(library)
+            if number is not None:
+                number.value = 0
                 library.mallopt(_M_MXFAST, 0)
                 cls.are_off = True
 
     @staticmethod
-    def _find_limit(library: ctypes.CDLL) -> ctypes.c_uint64 | None:
+    def _find_number(library: ctypes.CDLL) -> ctypes.c_uint64 | None:
         """Return the variable with the number of caches, or None if in doubt."""
-        begins, sizes = _writable_data(ctypes.cast(library.mallopt, ctypes.c_void_p).value or 0)
         if ctypes.sizeof(ctypes.c_void_p) != _WORD:
             return None
+        begins, sizes = _writable_data(ctypes.cast(library.mallopt, ctypes.c_void_p).value or 0)
 
         def read() -> list[tuple[int, ...]]:
             data = map(ctypes.string_at, begins, sizes)
@@ -107,14 +110,14 @@ class _Caches:
         if len(places) != 1:
             library.mallopt(_M_ARENA_TEST, _ARENA_TEST)
             return None
-        number, at = places[0]
-        library.mallopt(_M_ARENA_TEST, before[number][at])
-        words = marked[number]
+        mapping, at = places[0]
+        library.mallopt(_M_ARENA_TEST, before[mapping][at])
+        words = marked[mapping]
         behind = range(at + 1, at + _WORDS_BEHIND)
         found = [first for first in behind if words[first : first + 4] == _CACHE_VALUES]
-        if len(found) != 1 or read()[number][at] != before[number][at]:
+        if len(found) != 1 or read()[mapping][at] != before[mapping][at]:
             return None
-        return ctypes.c_uint64.from_address(begins[number] + found[0] * _WORD)
+        return ctypes.c_uint64.from_address(begins[mapping] + found[0] * _WORD)
 
 
 def _writable_data(address: int) -> tuple[list[int], list[int]]:

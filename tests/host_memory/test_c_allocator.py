@@ -41,10 +41,14 @@ print(freed_memory.nbytes() >> 20)
 """
 
 
-def _run(**variables):
+def _printed(program, **variables):
+    """What a program prints, by words, in a process with these settings of the allocator only."""
     environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    printed = run_python("-c", _PROGRAM, env={**environment, **variables})
-    return [int(number) for number in printed.split()]
+    return run_python("-c", program, env={**environment, **variables}).split()
+
+
+def _run(**variables):
+    return [int(number) for number in _printed(_PROGRAM, **variables)]
 
 
 def test_memory_that_was_freed_is_there_again_without_page_faults():
@@ -107,11 +111,8 @@ _HAS_CACHES = [2, 33] <= [*map(int, (VERSION or "0").split("."))] < [2, 39]
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("tunables", ["", "glibc.malloc.tcache_count=7", "glibc.malloc.mxfast=64"])
 def test_caches_of_a_running_process_are_turned_off_where_they_are_as_expected(tunables, changed):
-    environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    printed = run_python(
-        "-c", _CACHES.format(changed=changed), env={**environment, "GLIBC_TUNABLES": tunables}
-    )
-    before, after, freed = (int(number) for number in printed.split())
+    printed = _printed(_CACHES.format(changed=changed), GLIBC_TUNABLES=tunables)
+    before, after, freed = (int(number) for number in printed)
     assert before
     assert bool(after) == bool(tunables or changed), "the user's own settings come first"
     assert (freed > 7 * 600) == (not after)
@@ -137,8 +138,7 @@ def test_where_anything_leaves_freed_tensors_leave_no_gaps(tmp_path, sections, l
         "    engine.attach(model, torch.optim.AdamW(model.parameters()))\n"
         "    print(leaves_gaps())\n"
     )
-    environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    assert run_python("-c", program, env=environment).strip() == str(not leaves)
+    assert _printed(program) == [str(not leaves)]
 
 
 #: Blocks lie in a cache, and one that is in use has by chance what glibc marks them with, such as
@@ -163,5 +163,4 @@ print(c_allocator.leaves_gaps())
 
 @pytest.mark.skipif(not _HAS_CACHES, reason="this glibc has no caches that leave gaps")
 def test_blocks_that_are_in_caches_when_these_are_turned_off_do_no_harm():
-    environment = {n: v for n, v in os.environ.items() if "MALLOC" not in n and "GLIBC" not in n}
-    assert run_python("-c", _MARKED, env=environment).strip() == "False"
+    assert _printed(_MARKED) == ["False"]
