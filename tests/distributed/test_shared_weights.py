@@ -120,9 +120,13 @@ def kept_by_each(rank, directory, what):
 @pytest.mark.parametrize("what", ["encrypted", "one has no files", "one cannot open", "held"])
 def test_weights_that_cannot_be_shared_are_sent_and_stored_by_every_rank(tmp_path, what):
     results = run_ranks("tests.distributed.test_shared_weights:kept_by_each", tmp_path, what=what)
-    ratio = sum(written[-1] for written, _ in results) / results[0][1]
-    # A weight that is held stays in memory, on every rank; the others are shared as ever.
-    assert (0.55 < ratio < 0.7) if what == "held" else (1.8 < ratio < 2.2)
+    # gloo may hold a weight that it has sent for a moment longer, which then leaves in the next
+    # step: so these are the bytes of all steps but the first.
+    once = (STEPS - 1) * results[0][1]
+    ratio = sum(sum(written[1:]) for written, _ in results) / once
+    # In every second step a weight is held: there it stays in memory, on every rank, and the others
+    # are shared as ever; in the steps between, each rank writes what is not shared yet.
+    assert (1.0 < ratio < 1.2) if what == "held" else (1.8 < ratio < 2.2), results
 
 
 # ---------------------------------------------------------------------- lives of their own
