@@ -7,12 +7,19 @@ are measured from event to event, which takes a little time for each event. Late
 measured as a whole: the difference between the measured and the predicted peak is a *correction*
 for all events, and the largest correction of the last passes counts. If it becomes large, the next
 pass is measured from event to event again.
+
+The peak of a process has memory of freed tensors in it, which the C library keeps for the next
+ones. It is returned to the system whenever the process comes close to its limit, so only a peak
+that is closer still tells that a pass needs more. It is also returned before an event is measured.
+As the next tensors then take page faults, this happens in the first measured passes, and in seldom
+ones later: the baseline memory of kinds of passes that come in between is larger than it need be.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+from offload_strategy.host_memory.idle_memory import CLOSE_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
 
 #: Number of last passes of which the largest correction counts.
@@ -23,6 +30,8 @@ _MOST_EVENTS = 131072
 _CLOSE_SHARE = 0.03
 #: Least number of passes between two that are measured per event, because that takes time.
 _CLOSE_EVERY = 16
+#: Share of the limit that memory of freed tensors may have when an event is measured.
+_FREED_SHARE = 0.03
 #: The event with which a pass starts.
 BEGIN = 0
 
@@ -30,10 +39,14 @@ BEGIN = 0
 class BaselineMemory:
     """See [Note: baseline memory]; the first `passes` passes are measured per event."""
 
-    def __init__(self, meter: PeakMeter, passes: int) -> None:
+    def __init__(self, meter: PeakMeter, passes: int, limit_bytes: int) -> None:
         self.meter = meter
+        self._limit_bytes = limit_bytes
         self._close = passes
         self._since_close = 0
+        # Measured passes that still return freed memory, and passes since the last that did.
+        self._returning, self._since_returned = passes + 1, 0
+        self._returns = False
         #: Bytes between an event and the next one, by event.
         self._levels: dict[int, int] = {}
         self._corrections: deque[int] = deque(maxlen=_PASSES)
@@ -46,13 +59,17 @@ class BaselineMemory:
         #: Whether the current pass is measured from event to event.
         self.per_event = self._close > 0
         self._since_close += 1
+        self._since_returned = 0 if self._returns else self._since_returned + 1
+        self._returns = False
         if self.per_event:
             self._close -= 1
             self._since_close = 0
+            self._returns = self._returning > 0 or self._since_returned >= _CLOSE_EVERY
+            self._returning -= self._returning > 0
             if len(self._levels) > _MOST_EVENTS:
                 self._levels.clear()
         # Bytes in use at its start, and how many more than at the start of the measured pass.
-        self._used = self.meter.used_bytes() - items
+        self._used = self.meter.needed_bytes() - items
         self._shift = 0 if self._base is None else self._used - self._base
         # Its peak as predicted and as measured, and whether the levels of all events are known.
         self._predicted_bytes = self._seen = 0
@@ -90,7 +107,10 @@ class BaselineMemory:
         elif not self._complete:
             self._close = 1  # a pass of another kind
         else:
-            self._corrections.append(peak - self._predicted_bytes)
+            more = peak - self._predicted_bytes
+            if self.meter.counts_freed and more > 0:
+                more = min(more, max(0, peak - int(CLOSE_SHARE * self._limit_bytes)))
+            self._corrections.append(more)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak
             if far and self._since_close >= _CLOSE_EVERY:
                 self._close = 1
@@ -116,5 +136,7 @@ class BaselineMemory:
     def resume(self, items: int) -> None:
         """Continue with so many bytes of items in memory."""
         self._items = items
+        if self._returns:
+            self.meter.return_freed(int(_FREED_SHARE * self._limit_bytes))
         if self.per_event or self._event == BEGIN:
             self.meter.reset_peak()

@@ -25,7 +25,7 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory, reuse_freed_memory
-from offload_strategy.host_memory.idle_memory import TrimmingNearLimit
+from offload_strategy.host_memory.idle_memory import CLOSE_SHARE, TrimmingNearLimit
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
@@ -123,6 +123,8 @@ class PlannedBudget(Budget):
         self._planned_for = 0
         # If the device is the CPU, whose memory is that of the C library.
         self._freed: TrimmingNearLimit | None = None
+        # Bytes that may wait in memory and do at the latest event.
+        self._waiting_bytes = 0
         self._told = False
         # The pass whose backward ended last, until the next one starts; the last with known times.
         self._over: Trace | None = None
@@ -203,6 +205,8 @@ class PlannedBudget(Budget):
         begin = perf_counter()
         self._free_what_left()
         use = len(trace.uses) - 1
+        if use == 0:
+            freed_memory.nbytes()  # it knows later what is left of what was returned before
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)
         self._writes.release_at_least(items - self._room_from(trace, use))
@@ -259,8 +263,11 @@ class PlannedBudget(Budget):
             self._seen_steps, self._seen_room = memory.steps(), 0
             # States that are there from now on were not there at the peak of the first step.
             if looks and upcoming >= self._upcoming:
-                seen = self._least + int(_SEEN_SHARE * limit) - memory.meter.peak_bytes()
-                self._seen_room = min(self._most, seen)
+                peak = memory.meter.peak_bytes()
+                left = int(_SEEN_SHARE * limit) - peak
+                if memory.meter.counts_freed and peak <= CLOSE_SHARE * limit:
+                    left = max(0, left)  # what is closer was kept because there was room
+                self._seen_room = min(self._most, self._least + left)
             self._least, self._most, self._upcoming = limit, 0, upcoming
             looks = used + upcoming > _SCARCE_SHARE * limit
             if looks:
@@ -294,15 +301,17 @@ class PlannedBudget(Budget):
             pool, limit = self._writes.store.pool, self.limit_bytes
             pool.keep_idle(int(_IDLE_SHARE * limit))
             pool.limit_process(lambda: limit, is_scarce=True)
-        self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
+        passes = memory.profile_passes
+        self._profiler.baseline = BaselineMemory(memory.meter, passes, self.limit_bytes)
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
         baseline, per_event = self._baseline, self._baseline.per_event
         others = self.others_bytes(trace)
         over, self._over = self._over, None
-        peak = 0 if over is None else baseline.end(others)
-        baseline.begin(others)
+        # What waited after the last use did so until `step()`.
+        peak = 0 if over is None else baseline.end(others + self._waiting_bytes)
+        baseline.begin(self._items_bytes(trace) - trace.alive_bytes())
         if over is None:
             return
         self._first_room = None
@@ -353,17 +362,21 @@ class PlannedBudget(Budget):
         return min(_LEAST_ROOM_BYTES, int(_LEAST_ROOM_SHARE * self.limit_bytes))
 
     def _items_bytes(self, trace: Trace) -> int:
-        return trace.alive_bytes() + self.others_bytes(trace)
+        """Return the bytes of items in memory; what may wait there is counted like them."""
+        assert self._memory.meter is not None
+        if self._memory.meter.counts_host_buffers:
+            self._waiting_bytes = self._writes.store.pool.waiting_bytes
+        return trace.alive_bytes() + self.others_bytes(trace) + self._waiting_bytes
 
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:
-            return self._first_room
+            return self._first_room + self._waiting_bytes
         return max(self._least_room, within(self.limit_bytes) - self._baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
         if self._first_room is not None:
-            return self._first_room
+            return self._first_room + self._waiting_bytes
         baseline, use = self._baseline, max(0, use)
         kind = (trace.signature, baseline.correction)
         if baseline.per_event or kind != self._ahead_of:
@@ -388,10 +401,10 @@ class PlannedBudget(Budget):
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, self._baseline.correction
-        if self.plan is None:
-            # With a plan there are fewer buffers in flight.
+        first, self.plan = self.plan is None, plan_lifetimes(profile, within(self.limit_bytes))
+        if first and self.plan.moved_bytes:
+            # With a plan there are fewer buffers in flight, so more may stay.
             self._baseline.measure_next_pass()
-        self.plan = plan_lifetimes(profile, within(self.limit_bytes))
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
             self._leaves.clear()

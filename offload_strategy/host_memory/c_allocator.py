@@ -180,13 +180,23 @@ class FreedMemory:
                 self._usage = ctypes.CDLL(None).mallinfo2
                 self._usage.restype = _Usage
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the C library tells how much it is, and requests find it: gaps serve few."""
+        return self._usage is not None and not leaves_gaps()
+
     def nbytes(self) -> int:
-        """Return how many bytes a request for memory finds there; gaps hardly serve any."""
-        if leaves_gaps():
+        """Return how many bytes a request for memory finds there, as far as is known."""
+        if not self.is_known:
             return 0
         free = self._free_bytes()
         self._returned_bytes = min(self._returned_bytes, free)
         return free - self._returned_bytes
+
+    def in_use_bytes(self) -> int:
+        """Return how many bytes of memory are in use that the C library has given."""
+        usage = self._usage() if self._usage is not None else _Usage()
+        return int(usage.uordblks + usage.hblkhd)
 
     def return_all(self) -> None:
         """Return it to the system; other C libraries keep what they do.

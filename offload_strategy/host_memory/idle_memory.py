@@ -28,11 +28,14 @@ from offload_strategy.units import GiB
 _PASSES = 8
 #: More frequent measurements are of no use.
 _LOOK_SECONDS = 0.001
+#: How long it is known how much may wait: the C library walks through all that is free to tell it,
+#: at every update, and a backward pass has hundreds.
+_ROOM_SECONDS = 0.05
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides. Where memory is scarce, only the third one counts.
 WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
-_NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
+_NEAR_SHARE, CLOSE_SHARE = 0.9, 0.97
 #: Share of the time that this may take in the first case, with the page faults that it causes, of
 #: which a virtual machine takes so many seconds for each byte.
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
@@ -49,7 +52,7 @@ class TrimmingNearLimit:
 
     def __init__(self, limit_bytes: int) -> None:
         self._near = int(_NEAR_SHARE * limit_bytes)
-        self._close = int(_CLOSE_SHARE * limit_bytes)
+        self._close = int(CLOSE_SHARE * limit_bytes)
         self._look_at = self._return_at = 0.0
 
     def look(self) -> None:
@@ -88,6 +91,8 @@ class IdleLimit:
         #: Bytes that stay in memory because there was room, and the most in use besides those.
         self.waiting = 0
         self._most_in_use = 0
+        # Bytes that may wait besides, and until when this is known.
+        self._room, self._room_until = 0, 0.0
 
     @property
     def needed_bytes(self) -> int:
@@ -114,7 +119,7 @@ class IdleLimit:
         self._need, self._latest = max(self._need, need), need
         limit = self.needed_bytes + self.may_exceed
         if self.is_scarce:
-            limit = max(limit, int(_CLOSE_SHARE * self.process_bytes))
+            limit = max(limit, int(CLOSE_SHARE * self.process_bytes))
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
@@ -123,7 +128,17 @@ class IdleLimit:
         return max(0, need + idle - limit)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more may wait in memory."""
+        """Whether so many bytes more may wait in memory, which then do."""
+        now = perf_counter()
+        if now >= self._room_until:
+            self._room, self._room_until = self._measure_room(), now + _ROOM_SECONDS
+        if nbytes > self._room:
+            return False
+        self._room -= nbytes
+        return True
+
+    def _measure_room(self) -> int:
+        """Return how many bytes more may wait in memory."""
         resident = resident_bytes()
         freed = freed_memory.nbytes()
         in_use = resident - freed
@@ -131,9 +146,11 @@ class IdleLimit:
         most = SCARCE_SHARE * self.process_bytes
         if not self.is_scarce:
             most = min((1 + WAITING_SHARE) * self._most_in_use, IN_USE_SHARE * self.process_bytes)
-        # Near the limit only what finds its place in freed memory, of which parts are too small.
-        fits = 2 * nbytes <= freed or resident <= _NEAR_SHARE * self.process_bytes
-        return in_use + nbytes <= most and fits
+        room = int(most) - in_use
+        if resident > _NEAR_SHARE * self.process_bytes:
+            # Only what finds its place in freed memory, of which parts are too small.
+            room = min(room, freed // 2)
+        return room
 
     def acquired(self, nbytes: int) -> None:
         """Count a buffer that was acquired after a measurement as needed."""

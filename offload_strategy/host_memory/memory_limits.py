@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.torch_support import accelerator
 
 #: Lines of ``memory.stat`` of cgroups of version 1 and 2 that tell what cannot be reclaimed.
@@ -147,13 +148,27 @@ class PeakMeter:
         return self.used_bytes()
 
     def used_bytes(self) -> int:
-        """Bytes at this moment."""
+        """Bytes at this moment, without those of freed tensors as far as they are known."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.allocated_bytes(self._device)
-        return resident_bytes()
+        return resident_bytes() - (freed_memory.nbytes() if self.counts_freed else 0)
+
+    @property
+    def counts_freed(self) -> bool:
+        """Whether memory of freed tensors, which the C library keeps, is in these figures."""
+        return self.counts_host_buffers and freed_memory.is_known
+
+    def needed_bytes(self) -> int:
+        """Bytes of tensors at this moment, or of all that is used where nobody counts those."""
+        return freed_memory.in_use_bytes() if self.counts_freed else self.used_bytes()
+
+    def return_freed(self, beyond: int) -> None:
+        """Return memory of freed tensors to the system, if there are more bytes of it."""
+        if self.counts_freed and freed_memory.nbytes() > beyond:
+            freed_memory.return_all()
 
     def total_bytes(self, processes: int) -> int:
         """Bytes that this process can have in all, one of so many on the machine."""
         if accelerator.has_memory_statistics(self._device):
             return accelerator.available_bytes(self._device)
-        return available_bytes() // processes + self.used_bytes()
+        return available_bytes() // processes + resident_bytes()

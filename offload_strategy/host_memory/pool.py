@@ -170,6 +170,13 @@ class BufferPool:
             self._count(tensor.nbytes)
             return tensor
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of tensors that stay in memory because they `may_wait`."""
+        with self._lock:
+            self._collect()
+            return self._limit.waiting
+
     def _count(self, waiting: int) -> None:
         self._limit.waiting += waiting
 

@@ -31,11 +31,15 @@ class Training:
     """
 
     counts_host_buffers = resets = True
+    #: Whether the memory of freed items stays in the peak until it is returned, and is known.
+    counts_freed = False
 
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
-        self.items = self.peak = self.writing = self.waits = 0
+        self.items = self.peak = self.writing = self.waits = self.freed = self.waiting_bytes = 0
         self.idle, self.process_limit = 0, (0, False)
+        # Bytes that may wait, and do from each use of an item until the next pass begins.
+        self.waits_from_use = 0
         self.store = self.registry = self.pool = self
         self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
@@ -43,19 +47,27 @@ class Training:
             self.step()
 
     def used_bytes(self):
-        return self.others + self.items
+        return self.others + self.items + self.waiting_bytes
+
+    needed_bytes = used_bytes
 
     def peak_bytes(self):
-        return max(self.peak, self.used_bytes())
+        return max(self.peak, self.used_bytes() + self.freed)
 
     def reset_peak(self):
-        self.peak = self.used_bytes()
+        self.peak = self.used_bytes() + self.freed
+
+    def return_freed(self, beyond):
+        if self.freed > beyond:
+            self.freed = 0
 
     def total_bytes(self, processes):
         return 4 * self.others
 
     def change(self, nbytes):
         self.items += nbytes
+        if self.counts_freed:
+            self.freed = max(0, self.freed - nbytes)
         self.peak = self.peak_bytes()
 
     def needs_for_a_moment(self, nbytes):
@@ -114,8 +126,11 @@ class Training:
             self.budget.uses(trace, 0, ITEM)
             storages[number] = None
             self.change(-ITEM)
+            self.waiting_bytes += self.waits_from_use
+            self.peak = self.peak_bytes()
         self.budget.observe(trace)
         self.budget.learn(trace)
+        self.waiting_bytes = 0
 
 
 # ---------------------------------------------------------------- what stays
@@ -156,6 +171,36 @@ def test_what_comes_after_backward_needs_no_item_to_leave():
         training.step()
         training.needs_for_a_moment(450 * MiB)  # in the optimizer's step
     assert sum(training.step()) == 4
+
+
+def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
+    monkeypatch.setattr(Training, "counts_freed", True)
+    training = Training()
+    for _ in range(4):
+        training.step()
+        training.needs_for_a_moment(450 * MiB)  # which the C library keeps
+    assert [sum(training.step()) for _ in range(3)] == [4, 4, 4]
+    assert training.freed > 300 * MiB
+    # With so much in use that even without it the process comes too close to its limit:
+    training.others += 150 * MiB
+    training.step()
+    assert sum(training.step()) == 3
+
+
+def test_what_waits_in_memory_because_there_is_room_makes_no_item_leave():
+    training = Training()
+    training.waits_from_use = 40 * MiB
+    assert [sum(training.step()) for _ in range(5)] == [0, 0, 4, 4, 4]
+    training.waits_from_use = 0
+    assert [sum(training.step()) for _ in range(2)] == [4, 4]
+    # At this moment it takes room, all the same.
+    trace, storages = training.forward()
+    training.waiting_bytes = 50 * MiB
+    before = training.budget.must_leave(trace)
+    training.waiting_bytes = 70 * MiB
+    assert training.budget.must_leave(trace) == before + 20 * MiB
+    training.waiting_bytes = 0
+    training.backward(trace, storages)
 
 
 def test_passes_without_a_backward_do_not_make_the_room_smaller():

@@ -28,6 +28,7 @@ class Process:
         monkeypatch.setattr(idle, "resident_bytes", self.resident)
         monkeypatch.setattr(idle.freed_memory, "nbytes", lambda: self.freed)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(idle, "_ROOM_SECONDS", 0.0)
 
     def resident(self, *_):
         resident = self.rest + self.pool._held
@@ -204,6 +205,16 @@ def test_where_memory_is_scarce_what_waits_may_use_most_of_the_limit(process):
     process.pool.pass_begins()
     assert process.pool.may_wait(_OTHER * 7 // 10 - MiB)
     assert not process.pool.may_wait(_OTHER * 7 // 10 + MiB)
+
+
+def test_how_much_may_wait_is_not_measured_for_each_tensor(process, monkeypatch):
+    monkeypatch.setattr(idle, "_ROOM_SECONDS", 60.0)
+    process.pool.limit_process(lambda: _OTHER * 2, is_scarce=True)
+    process.pool.pass_begins()
+    assert process.pool.may_wait(_OTHER // 2)
+    process.rest = 0  # which would be seen if it was measured again
+    assert not process.pool.may_wait(_OTHER // 2), "the first one is there"
+    assert process.pool.may_wait(_OTHER // 5 - MiB)
 
 
 def test_idle_memory_stays_beside_what_waits(process):
