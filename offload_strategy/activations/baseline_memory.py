@@ -50,6 +50,8 @@ class BaselineMemory:
         #: Bytes between an event and the next one, by event.
         self._levels: dict[int, int] = {}
         self._corrections: deque[int] = deque(maxlen=_PASSES)
+        # By how much peaks were larger that count as needed in no event.
+        self._kept: deque[int] = deque(maxlen=_PASSES)
         # Bytes in use at the start of the pass in which the levels were measured.
         self._base: int | None = None
         self.begin(0)
@@ -83,6 +85,11 @@ class BaselineMemory:
         return max(max(self._corrections, default=0), self._shift)
 
     @property
+    def kept_bytes(self) -> int:
+        """Most bytes of freed tensors that the C library had at the peaks of the last passes."""
+        return max(self._kept, default=0)
+
+    @property
     def most_bytes(self) -> int:
         """Largest baseline memory in bytes."""
         return max(0, max(self._levels.values(), default=0) + self.correction)
@@ -111,6 +118,7 @@ class BaselineMemory:
             if self.meter.counts_freed and more > 0:
                 more = min(more, max(0, peak - int(CLOSE_SHARE * self._limit_bytes)))
             self._corrections.append(more)
+            self._kept.append(peak - self._predicted_bytes - more)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak
             if far and self._since_close >= _CLOSE_EVERY:
                 self._close = 1

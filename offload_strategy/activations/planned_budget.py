@@ -144,9 +144,11 @@ class PlannedBudget(Budget):
 
     def figures(self) -> dict[str, float]:
         """Return current bytes and counts for metrics."""
+        baseline = self._profiler.baseline
         return {
             "plan_limit_bytes": self.limit_bytes,
             "plan_peak_bytes": self.latest_peak_bytes,
+            "plan_kept_bytes": 0 if baseline is None else baseline.kept_bytes,
             "plan_deviations": self.deviations,
             "plan_over_limit_passes": self.over_limit_passes,
         }

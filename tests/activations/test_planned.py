@@ -181,6 +181,13 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
         training.needs_for_a_moment(450 * MiB)  # which the C library keeps
     assert [sum(training.step()) for _ in range(3)] == [4, 4, 4]
     assert training.freed > 300 * MiB
+    # It is in the next peak, which is predicted with it.
+    other = Training(others=100 * MiB)
+    for times in range(6):
+        other.freed = (times > 3) * 600 * MiB
+        other.step("aaa")
+    assert other.budget.figures()["plan_peak_bytes"] == 700 * MiB
+    assert other.budget.figures()["plan_kept_bytes"] == 300 * MiB
     # With so much in use that even without it the process comes too close to its limit:
     training.others += 150 * MiB
     training.step()
