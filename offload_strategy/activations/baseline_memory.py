@@ -116,7 +116,9 @@ class BaselineMemory:
         else:
             more = peak - self._predicted_bytes
             if self.meter.counts_freed and more > 0:
-                more = min(more, max(0, peak - int(CLOSE_SHARE * self._limit_bytes)))
+                # As much as it takes to come no closer to the limit.
+                beyond = peak - int(CLOSE_SHARE * self._limit_bytes)
+                more = min(more, max(0, max(self._corrections, default=0) + beyond))
             self._corrections.append(more)
             self._kept.append(peak - self._predicted_bytes - more)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak

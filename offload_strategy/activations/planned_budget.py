@@ -40,6 +40,9 @@ from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
+#: Share of the limit that is planned for where the C library keeps freed memory: of what lies between
+#: tensors some serves none, and what is returned to the system is returned a little too late.
+_USABLE_SHARE = 0.88
 #: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
 #: Share of the limit up to which everything stays, if the engine decides what leaves: the rest is
@@ -107,8 +110,8 @@ class PlannedBudget(Budget):
         self._profiler = profiler
         self._writes = profiler.writes
         self._passes_left = limit.profile_passes
-        #: The limit in bytes, once something is measured.
-        self.limit_bytes = 0
+        #: The limit in bytes, once something is measured, and what may be planned for.
+        self.limit_bytes = self.usable_bytes = 0
         #: Returns the bytes in memory of items of passes other than the given one.
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
         # Bytes of a pass that may stay while nothing is measured, and in the first measured pass.
@@ -285,9 +288,12 @@ class PlannedBudget(Budget):
         memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
+        self.usable_bytes = within(self.limit_bytes)
         if memory.meter.counts_host_buffers:
             reuse_freed_memory()
             freed_memory.return_all()
+        if memory.meter.counts_freed:
+            self.usable_bytes = int(_USABLE_SHARE * self.limit_bytes)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -322,7 +328,7 @@ class PlannedBudget(Budget):
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        scarce = within(self.limit_bytes) - baseline.most_bytes < self._least_room
+        scarce = self.usable_bytes - baseline.most_bytes < self._least_room
         if self._memory.upcoming_bytes is not None:
             # It was not asked for: only what happens counts.
             scarce &= peak > self.limit_bytes
@@ -373,7 +379,7 @@ class PlannedBudget(Budget):
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:
             return self._first_room + self._waiting_bytes
-        return max(self._least_room, within(self.limit_bytes) - self._baseline.after(event))
+        return max(self._least_room, self.usable_bytes - self._baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
@@ -387,7 +393,7 @@ class PlannedBudget(Budget):
         most = self._most_ahead.get(use)
         if most is None:
             most = self._most_ahead[use] = self._baseline_ahead(trace, use)
-        return max(self._least_room, within(self.limit_bytes) - most)
+        return max(self._least_room, self.usable_bytes - most)
 
     def _baseline_ahead(self, trace: Trace, use: int) -> int:
         """Return the largest baseline memory after a use and some following ones."""
@@ -403,8 +409,8 @@ class PlannedBudget(Budget):
     def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, self._baseline.correction
-        first, self.plan = self.plan is None, plan_lifetimes(profile, within(self.limit_bytes))
-        if first and self.plan.moved_bytes:
+        first, self.plan = self.plan is None, plan_lifetimes(profile, self.usable_bytes)
+        if first and self.plan.moved_bytes > _MORE * self.limit_bytes:
             # With a plan there are fewer buffers in flight, so more may stay.
             self._baseline.measure_next_pass()
         leave = {move.tensor for move in self.plan.moves}

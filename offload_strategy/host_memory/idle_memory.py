@@ -16,13 +16,13 @@ process takes little more than it needs otherwise, or where memory is scarce, mo
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from timeit import default_timer as perf_counter
 
 from offload_strategy.host_memory.c_allocator import freed_memory
 from offload_strategy.host_memory.memory_limits import resident_bytes
-from offload_strategy.units import GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
@@ -34,11 +34,12 @@ _ROOM_SECONDS = 0.05
 #: Share by which what waits in memory may raise the memory in use, and share of the limit up to
 #: which it may: the heap has gaps besides. Where memory is scarce, only the third one counts.
 WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
-#: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
-_NEAR_SHARE, CLOSE_SHARE = 0.9, 0.97
-#: Share of the time that this may take in the first case, with the page faults that it causes, of
-#: which a virtual machine takes so many seconds for each byte.
-_TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
+#: Shares of its limit from which a process returns freed memory: if memory grows fast, and always.
+_NEAR_SHARE, CLOSE_SHARE = 0.9, 0.95
+#: By what a growth counts less at each later look: a pass has hundreds.
+_FORGETTING = 0.998
+#: Share of the time that this may take if not enough can be returned.
+_TRIMMING_SHARE = 0.05
 
 
 class TrimmingNearLimit:
@@ -47,13 +48,18 @@ class TrimmingNearLimit:
     glibc keeps freed tensors of up to 32 MiB for later requests, and their sizes fragment it: a
     process that offloads had a third more in memory than it used. What is returned has page faults
     when it is used again (a quarter of the step's time if everything is), so this happens only if
-    the process takes more than a share of its limit, and seldom unless it is close to its limit.
+    the process is so close to its limit that it may come to it before the next look.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._near = int(_NEAR_SHARE * limit_bytes)
         self._close = int(CLOSE_SHARE * limit_bytes)
-        self._look_at = self._return_at = 0.0
+        self._limit_bytes = limit_bytes
+        self._look_at = 0.0
+        # Resident memory when it was looked at last, and the most by which it has grown since such
+        # a look, which is forgotten over some passes.
+        self._latest = sys.maxsize
+        self._growth = 0.0
 
     def look(self) -> None:
         """Return freed memory if it is time to."""
@@ -62,13 +68,15 @@ class TrimmingNearLimit:
             return
         self._look_at = begin + _LOOK_SECONDS
         resident = resident_bytes()
-        if resident > (self._near if begin >= self._return_at else self._close):
+        self._growth = max(resident - self._latest, _FORGETTING * self._growth)
+        self._latest = resident
+        if resident > max(self._near, min(self._close, self._limit_bytes - self._growth)):
             freed_memory.return_all()
-            returned = max(0, resident - resident_bytes())
+            self._latest = resident_bytes()
             end = perf_counter()
-            cost = end - begin + returned * _FAULT_SECONDS
-            self._look_at = end + max(_LOOK_SECONDS, (end - begin) / _TRIMMING_SHARE)
-            self._return_at = end + cost / _TRIMMING_SHARE
+            # What cannot be returned would be looked for again and again.
+            pause = (end - begin) / _TRIMMING_SHARE if self._latest > self._near else 0.0
+            self._look_at = end + max(_LOOK_SECONDS, pause)
 
 
 class IdleLimit:

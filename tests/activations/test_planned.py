@@ -179,7 +179,7 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     for _ in range(4):
         training.step()
         training.needs_for_a_moment(450 * MiB)  # which the C library keeps
-    assert [sum(training.step()) for _ in range(3)] == [4, 4, 4]
+    assert [sum(training.step()) for _ in range(3)] == [3, 3, 3], "of 880 MiB"
     assert training.freed > 300 * MiB
     # It is in the next peak, which is predicted with it.
     other = Training(others=100 * MiB)
@@ -191,7 +191,7 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     # With so much in use that even without it the process comes too close to its limit:
     training.others += 150 * MiB
     training.step()
-    assert sum(training.step()) == 3
+    assert sum(training.step()) == 2
 
 
 def test_what_waits_in_memory_because_there_is_room_makes_no_item_leave():
