@@ -40,8 +40,8 @@ from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
-#: Share of the limit that is planned for where the C library keeps freed memory: of what lies between
-#: tensors some serves none, and what is returned to the system is returned a little too late.
+#: Share of the limit that is planned for where the C library keeps freed memory: some of it,
+#: between tensors, serves none, and it is returned to the system a little too late.
 _USABLE_SHARE = 0.88
 #: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
