@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from offload_strategy.host_memory.idle_memory import CLOSE_SHARE
+from offload_strategy.host_memory.idle_memory import RETURN_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
 
 #: Number of last passes of which the largest correction counts.
@@ -117,7 +117,7 @@ class BaselineMemory:
             more = peak - self._predicted_bytes
             if self.meter.counts_freed and more > 0:
                 # As much as it takes to come no closer to the limit.
-                beyond = peak - int(CLOSE_SHARE * self._limit_bytes)
+                beyond = peak - int(RETURN_SHARE * self._limit_bytes)
                 more = min(more, max(0, max(self._corrections, default=0) + beyond))
             self._corrections.append(more)
             self._kept.append(peak - self._predicted_bytes - more)

@@ -25,7 +25,7 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory, reuse_freed_memory
-from offload_strategy.host_memory.idle_memory import CLOSE_SHARE, TrimmingNearLimit
+from offload_strategy.host_memory.idle_memory import RETURN_SHARE, TrimmingNearLimit
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
@@ -270,7 +270,7 @@ class PlannedBudget(Budget):
             if looks and upcoming >= self._upcoming:
                 peak = memory.meter.peak_bytes()
                 left = int(_SEEN_SHARE * limit) - peak
-                if memory.meter.counts_freed and peak <= CLOSE_SHARE * limit:
+                if memory.meter.counts_freed and peak <= RETURN_SHARE * limit:
                     left = max(0, left)  # what is closer was kept because there was room
                 self._seen_room = min(self._most, self._least + left)
             self._least, self._most, self._upcoming = limit, 0, upcoming

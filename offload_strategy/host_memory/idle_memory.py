@@ -35,7 +35,7 @@ _ROOM_SECONDS = 0.05
 #: which it may: the heap has gaps besides. Where memory is scarce, only the third one counts.
 WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: if memory grows fast, and always.
-_NEAR_SHARE, CLOSE_SHARE = 0.9, 0.95
+_NEAR_SHARE, RETURN_SHARE = 0.9, 0.95
 #: By what a growth counts less at each later look: a pass has hundreds.
 _FORGETTING = 0.998
 #: Share of the time that this may take if not enough can be returned.
@@ -53,7 +53,7 @@ class TrimmingNearLimit:
 
     def __init__(self, limit_bytes: int) -> None:
         self._near = int(_NEAR_SHARE * limit_bytes)
-        self._close = int(CLOSE_SHARE * limit_bytes)
+        self._close = int(RETURN_SHARE * limit_bytes)
         self._limit_bytes = limit_bytes
         self._look_at = 0.0
         # Resident memory when it was looked at last, and the most by which it has grown since such
@@ -127,7 +127,7 @@ class IdleLimit:
         self._need, self._latest = max(self._need, need), need
         limit = self.needed_bytes + self.may_exceed
         if self.is_scarce:
-            limit = max(limit, int(CLOSE_SHARE * self.process_bytes))
+            limit = max(limit, int(RETURN_SHARE * self.process_bytes))
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
