@@ -114,13 +114,13 @@ class BaselineMemory:
         elif not self._complete:
             self._close = 1  # a pass of another kind
         else:
-            more = peak - self._predicted_bytes
+            more = beyond_prediction = peak - self._predicted_bytes
             if self.meter.counts_freed and more > 0:
                 # As much as it takes to come no closer to the limit.
                 beyond = peak - int(RETURN_SHARE * self._limit_bytes)
                 more = min(more, max(0, max(self._corrections, default=0) + beyond))
             self._corrections.append(more)
-            self._kept.append(peak - self._predicted_bytes - more)
+            self._kept.append(beyond_prediction - more)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak
             if far and self._since_close >= _CLOSE_EVERY:
                 self._close = 1

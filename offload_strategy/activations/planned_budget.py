@@ -210,8 +210,8 @@ class PlannedBudget(Budget):
         begin = perf_counter()
         self._free_what_left()
         use = len(trace.uses) - 1
-        if use == 0:
-            freed_memory.nbytes()  # it knows later what is left of what was returned before
+        if use == 0 and self._freed is not None:
+            freed_memory.note_reuse()  # the heap is fullest when forward ends
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)
         self._writes.release_at_least(items - self._room_from(trace, use))
@@ -319,7 +319,7 @@ class PlannedBudget(Budget):
         over, self._over = self._over, None
         # What waited after the last use did so until `step()`.
         peak = 0 if over is None else baseline.end(others + self._waiting_bytes)
-        baseline.begin(self._items_bytes(trace) - trace.alive_bytes())
+        baseline.begin(others + self._look_at_waiting())
         if over is None:
             return
         self._first_room = None
@@ -371,10 +371,13 @@ class PlannedBudget(Budget):
 
     def _items_bytes(self, trace: Trace) -> int:
         """Return the bytes of items in memory; what may wait there is counted like them."""
+        return trace.alive_bytes() + self.others_bytes(trace) + self._look_at_waiting()
+
+    def _look_at_waiting(self) -> int:
         assert self._memory.meter is not None
         if self._memory.meter.counts_host_buffers:
             self._waiting_bytes = self._writes.store.pool.waiting_bytes
-        return trace.alive_bytes() + self.others_bytes(trace) + self._waiting_bytes
+        return self._waiting_bytes
 
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:

@@ -189,9 +189,13 @@ class FreedMemory:
         """Return how many bytes a request for memory finds there, as far as is known."""
         if not self.is_known:
             return 0
+        return self.note_reuse() - self._returned_bytes
+
+    def note_reuse(self) -> int:
+        """Note how much of what was returned is in use again; return all bytes that are free."""
         free = self._free_bytes()
         self._returned_bytes = min(self._returned_bytes, free)
-        return free - self._returned_bytes
+        return free
 
     def in_use_bytes(self) -> int:
         """Return how many bytes of memory are in use that the C library has given."""
