@@ -83,7 +83,11 @@ def cores() -> int:
 
 
 def fix_allocator() -> None:
-    """Make large memory that is freed go back to the system, so that a peak of memory tells."""
+    """Make large memory that is freed go back to the system, so that a peak of memory tells.
+
+    The environment says so as well, as an engine changes what nobody has chosen there.
+    """
+    os.environ.update(ALLOCATOR)
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 
 

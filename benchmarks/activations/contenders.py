@@ -70,6 +70,7 @@ def prepare(
     engine = OffloadEngine(
         {
             "tiers": [disk if kind == OFFLOAD_DISK else host],
+            "mode": "always",
             "optimizer": {"enabled": False},
             **sections,
         }

@@ -55,6 +55,7 @@ def data_parallel(
             model = DistributedDataParallel(net)
             config = {
                 "tiers": [{"name": "path", "kind": "ssd", "path": directory, "capacity": capacity}],
+                "mode": "always",
                 "activations": {"enabled": False},
                 "memory": {"pinned": _MEMORY_BYTES // size},
             }

@@ -42,6 +42,7 @@ class _Training:
         engine = OffloadEngine(
             {
                 "tiers": [{"name": "path", "kind": "ssd", "path": options["dir"]}],
+                "mode": "always",
                 "optimizer": {
                     "enabled": options["overlap"] is not None,
                     "overlap": options["overlap"] or "off",

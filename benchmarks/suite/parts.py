@@ -112,8 +112,8 @@ PARTS = (
         "distributed",
         "Four ranks on one path",
         "benchmarks.distributed",
-        ("--repeats", "3"),
-        ("--quick",),
+        ("--lines", "path", "--repeats", "3"),
+        ("--lines", "path", "--quick"),
         (4.0, 1.5),
     ),
 )

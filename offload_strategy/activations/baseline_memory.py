@@ -21,6 +21,7 @@ from collections import deque
 
 from offload_strategy.host_memory.idle_memory import RETURN_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
+from offload_strategy.units import MiB
 
 #: Number of last passes of which the largest correction counts.
 _PASSES = 4
@@ -30,8 +31,9 @@ _MOST_EVENTS = 131072
 _CLOSE_SHARE = 0.03
 #: Least number of passes between two that are measured per event, because that takes time.
 _CLOSE_EVERY = 16
-#: Share of the limit that memory of freed tensors may have when an event is measured.
-_FREED_SHARE = 0.03
+#: Bytes that memory of freed tensors may have when an event is measured: a share of what is in use
+#: at the start of the pass, however far the limit is, and a least number.
+_FREED_SHARE, _FREED_BYTES = 0.03, 16 * MiB
 #: The event with which a pass starts.
 BEGIN = 0
 
@@ -147,6 +149,6 @@ class BaselineMemory:
         """Continue with so many bytes of items in memory."""
         self._items = items
         if self._returns:
-            self.meter.return_freed(int(_FREED_SHARE * self._limit_bytes))
+            self.meter.return_freed(max(_FREED_BYTES, int(_FREED_SHARE * self._used)))
         if self.per_event or self._event == BEGIN:
             self.meter.reset_peak()

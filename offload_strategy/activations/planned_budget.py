@@ -413,7 +413,7 @@ class PlannedBudget(Budget):
         profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, self._baseline.correction
         first, self.plan = self.plan is None, plan_lifetimes(profile, self.usable_bytes)
-        if first and self.plan.moved_bytes > _MORE * self.limit_bytes:
+        if first:
             # With a plan there are fewer buffers in flight, so more may stay.
             self._baseline.measure_next_pass()
         leave = {move.tensor for move in self.plan.moves}

@@ -183,8 +183,8 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     assert training.freed > 300 * MiB
     # It is in the next peak, which is predicted with it.
     other = Training(others=100 * MiB)
-    for times in range(6):
-        other.freed = (times > 3) * 600 * MiB
+    for times in range(7):
+        other.freed = (times > 4) * 600 * MiB
         other.step("aaa")
     assert other.budget.figures()["plan_peak_bytes"] == 700 * MiB
     assert other.budget.figures()["plan_kept_bytes"] == 300 * MiB
@@ -192,6 +192,18 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     training.others += 150 * MiB
     training.step()
     assert sum(training.step()) == 2
+
+
+def test_memory_of_freed_tensors_is_not_measured_however_far_the_limit_is(monkeypatch):
+    monkeypatch.setattr(Training, "counts_freed", True)
+    measured = []
+    for freed in (0, 300 * MiB):
+        training = Training(20_000 * MiB)
+        training.freed = freed
+        for _ in range(4):
+            training.step()
+        measured.append(training.budget.profile.other_bytes)
+    assert measured[0] == measured[1]
 
 
 def test_what_waits_in_memory_because_there_is_room_makes_no_item_leave():
