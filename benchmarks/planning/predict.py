@@ -15,13 +15,13 @@ from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
 from benchmarks.machine import cores, say
 from benchmarks.turns import Subject
-from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes, within
+from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes, usable_bytes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.units import GiB, MiB
 
 _DISK_BYTES = 24 * GiB
-#: Of the saved tensors that a limit leaves room for.
+#: Of the saved tensors that what is planned for of a limit leaves room for.
 _ROOM = 0.5
 _MEDIAN_ERROR, _WORST_ERROR, _PEAK_ERROR = 0.07, 0.15, 0.10
 
@@ -152,8 +152,11 @@ def replayed_step(profile: Profile, rate: float, *, limited: bool) -> tuple[Step
     profile = replace(profile, paths=(PathRates("path", read=rate, write=rate),))
     if not limited:
         return replay(profile), "auto"
-    limit = int(profile.other_bytes + _ROOM * (profile.peak_bytes - profile.other_bytes))
-    return replay(profile, plan_lifetimes(profile, within(limit))), limit
+    room = _ROOM * (profile.peak_bytes - profile.other_bytes)
+    share = usable_bytes(GiB, keeps_freed=profile.keeps_freed) / GiB
+    limit = int((profile.other_bytes + room) / share)
+    usable = usable_bytes(limit, keeps_freed=profile.keeps_freed)
+    return replay(profile, plan_lifetimes(profile, usable)), limit
 
 
 def _claims(outcomes: Sequence[Outcome]) -> list[Result]:

@@ -10,14 +10,16 @@ pass is measured from event to event again.
 
 The peak of a process has memory of freed tensors in it, which the C library keeps for the next
 ones. It is returned to the system whenever the process comes close to its limit, so only a peak
-that is closer still tells that a pass needs more. It is also returned before an event is measured.
-As the next tensors then take page faults, this happens in the first measured passes, and in seldom
-ones later: the baseline memory of kinds of passes that come in between is larger than it need be.
+that is closer still tells that a pass needs more. It is also returned before an event is measured,
+and so are idle buffers, of which there may be many as long as the limit is far. As the next tensors
+then take page faults, this happens in the first measured passes, and in seldom ones later: the
+baseline memory of kinds of passes that come in between is larger than it need be.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from offload_strategy.host_memory.idle_memory import RETURN_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
@@ -34,15 +36,23 @@ _CLOSE_EVERY = 16
 #: Bytes that memory of freed tensors may have when an event is measured: a share of what is in use
 #: at the start of the pass, however far the limit is, and a least number.
 _FREED_SHARE, _FREED_BYTES = 0.03, 16 * MiB
+#: The same for idle buffers, which are used in turn; near a limit it is all that there may be.
+_IDLE_SHARE = 0.25
 #: The event with which a pass starts.
 BEGIN = 0
 
 
 class BaselineMemory:
-    """See [Note: baseline memory]; the first `passes` passes are measured per event."""
+    """See [Note: baseline memory]; the first `passes` passes are measured per event.
 
-    def __init__(self, meter: PeakMeter, passes: int, limit_bytes: int) -> None:
+    `trim` returns the memory of idle buffers but for so many bytes.
+    """
+
+    def __init__(
+        self, meter: PeakMeter, passes: int, limit_bytes: int, trim: Callable[[int], None]
+    ) -> None:
         self.meter = meter
+        self._trim = trim
         self._limit_bytes = limit_bytes
         self._close = passes
         self._since_close = 0
@@ -68,7 +78,8 @@ class BaselineMemory:
         if self.per_event:
             self._close -= 1
             self._since_close = 0
-            self._returns = self._returning > 0 or self._since_returned >= _CLOSE_EVERY
+            returns = self._returning > 0 or self._since_returned >= _CLOSE_EVERY
+            self._returns = self.meter.counts_host_buffers and returns
             self._returning -= self._returning > 0
             if len(self._levels) > _MOST_EVENTS:
                 self._levels.clear()
@@ -149,6 +160,7 @@ class BaselineMemory:
         """Continue with so many bytes of items in memory."""
         self._items = items
         if self._returns:
+            self._trim(int(_IDLE_SHARE * self._used))
             self.meter.return_freed(max(_FREED_BYTES, int(_FREED_SHARE * self._used)))
         if self.per_event or self._event == BEGIN:
             self.meter.reset_peak()

@@ -159,4 +159,5 @@ class PassProfiler:
             others=tuple(others),
             paths=(PathRates("tiers", read=read, write=write),),
             io_overhead=self.io_overhead.per_byte,
+            keeps_freed=self.baseline is not None and self.baseline.meter.counts_freed,
         )

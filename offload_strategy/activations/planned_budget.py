@@ -31,8 +31,9 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
     GivenPlan,
     LifetimePlan,
+    least_room,
     plan_lifetimes,
-    within,
+    usable_bytes,
 )
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.telemetry import get_logger
@@ -40,9 +41,6 @@ from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
-#: Share of the limit that is planned for where the C library keeps freed memory: some of it,
-#: between tensors, serves none, and it is returned to the system a little too late.
-_USABLE_SHARE = 0.88
 #: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
 #: Share of the limit up to which everything stays, if the engine decides what leaves: the rest is
@@ -51,8 +49,6 @@ _CERTAIN_SHARE = 0.75
 #: Share of the limit up to which a step may go that has been seen before, and share from which on
 #: steps are looked at.
 _SEEN_SHARE, _SCARCE_SHARE = 0.9, 0.25
-#: Items get so much room at least, or a share of a small limit: to let them leave takes some.
-_LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
 #: of so many at least, and of those of so many bytes, but of no more than so many.
 _USES_AHEAD, _BYTES_AHEAD, _MOST_AHEAD = 8, 32 * MiB, 512
@@ -288,12 +284,10 @@ class PlannedBudget(Budget):
         memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
-        self.usable_bytes = within(self.limit_bytes)
+        self.usable_bytes = usable_bytes(self.limit_bytes, keeps_freed=memory.meter.counts_freed)
         if memory.meter.counts_host_buffers:
             reuse_freed_memory()
             freed_memory.return_all()
-        if memory.meter.counts_freed:
-            self.usable_bytes = int(_USABLE_SHARE * self.limit_bytes)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
@@ -303,14 +297,14 @@ class PlannedBudget(Budget):
             )
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
-        self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
+        self._first_room = max(least_room(self.usable_bytes), int(_FIRST_SHARE * free), items)
+        pool, limit = self._writes.store.pool, self.limit_bytes
         if memory.meter.counts_host_buffers:
-            self._freed = TrimmingNearLimit(self.limit_bytes)
-            pool, limit = self._writes.store.pool, self.limit_bytes
+            self._freed = TrimmingNearLimit(limit)
             pool.keep_idle(int(_IDLE_SHARE * limit))
             pool.limit_process(lambda: limit, is_scarce=True)
         passes = memory.profile_passes
-        self._profiler.baseline = BaselineMemory(memory.meter, passes, self.limit_bytes)
+        self._profiler.baseline = BaselineMemory(memory.meter, passes, limit, pool.trim)
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
@@ -328,7 +322,7 @@ class PlannedBudget(Budget):
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        scarce = self.usable_bytes - baseline.most_bytes < self._least_room
+        scarce = self.usable_bytes - baseline.most_bytes < least_room(self.usable_bytes)
         if self._memory.upcoming_bytes is not None:
             # It was not asked for: only what happens counts.
             scarce &= peak > self.limit_bytes
@@ -365,10 +359,6 @@ class PlannedBudget(Budget):
         self._return_freed()
         self._writes.store.registry.release_written()
 
-    @property
-    def _least_room(self) -> int:
-        return min(_LEAST_ROOM_BYTES, int(_LEAST_ROOM_SHARE * self.limit_bytes))
-
     def _items_bytes(self, trace: Trace) -> int:
         """Return the bytes of items in memory; what may wait there is counted like them."""
         return trace.alive_bytes() + self.others_bytes(trace) + self._look_at_waiting()
@@ -382,7 +372,7 @@ class PlannedBudget(Budget):
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:
             return self._first_room + self._waiting_bytes
-        return max(self._least_room, self.usable_bytes - self._baseline.after(event))
+        return max(least_room(self.usable_bytes), self.usable_bytes - self._baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
@@ -396,7 +386,7 @@ class PlannedBudget(Budget):
         most = self._most_ahead.get(use)
         if most is None:
             most = self._most_ahead[use] = self._baseline_ahead(trace, use)
-        return max(self._least_room, self.usable_bytes - most)
+        return max(least_room(self.usable_bytes), self.usable_bytes - most)
 
     def _baseline_ahead(self, trace: Trace, use: int) -> int:
         """Return the largest baseline memory after a use and some following ones."""

@@ -209,14 +209,18 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     path = replace(profile.path or PathRates("path", 1.0, 1.0), **rates)
     profile, limit = replace(profile, paths=(path,)), options.device_memory
     if limit is None:
-        limit = profile.other_bytes + (profile.peak_bytes - profile.other_bytes) // 2
-    plan = lifetime_plan.plan_lifetimes(profile, limit)
+        usable = profile.other_bytes + (profile.peak_bytes - profile.other_bytes) // 2
+    else:
+        usable = lifetime_plan.usable_bytes(limit, keeps_freed=profile.keeps_freed)
+    plan = lifetime_plan.plan_lifetimes(profile, usable)
     found = replay(profile, plan)
     if options.write_plan is not None:
         lifetime_plan.save_plan(plan, profile, options.write_plan)
     if options.json:
         print(json.dumps({"plan": asdict(plan), "replay": asdict(found)}, indent=2))
     else:
+        if limit is not None:
+            print(f"Of the {format_size(limit)} given, {format_size(usable)} are planned for.\n")
         print(_text(profile, plan, found))
     return 0 if plan.fits else 1
 

@@ -32,10 +32,13 @@ from offload_strategy.plan_runtime.profile import (
     load_json,
     write_text,
 )
-from offload_strategy.units import format_size, markdown_table
+from offload_strategy.units import MiB, format_size, markdown_table
 
-#: Share of a limit that a plan leaves free, because steps differ a little.
-_MARGIN = 0.015
+#: Share of a limit that is planned for, as steps differ a little; and where the C library keeps
+#: freed memory: some of it, between tensors, serves none, and it is returned a little too late.
+_USABLE_SHARE, _USABLE_SHARE_WITH_FREED = 0.985, 0.88
+#: Tensors get so much room at least, or a share of a small limit: to let them leave takes some.
+_LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What a user can do if moves are not hidden, or are not enough.
 CHECKPOINT = (
     "checkpoint blocks (model.gradient_checkpointing_enable() or torch.utils.checkpoint), which "
@@ -98,9 +101,17 @@ class LifetimePlan:
         )
 
 
-def within(limit: int) -> int:
-    """Return the bytes to plan for if training must not exceed a limit."""
-    return int(limit * (1 - _MARGIN))
+def usable_bytes(limit: int, *, keeps_freed: bool) -> int:
+    """Return the bytes to plan for if training must not exceed a limit.
+
+    `keeps_freed` says whether the C library keeps memory of freed tensors (`Profile.keeps_freed`).
+    """
+    return int(limit * (_USABLE_SHARE_WITH_FREED if keeps_freed else _USABLE_SHARE))
+
+
+def least_room(usable: int) -> int:
+    """Return the bytes that tensors have in memory at least, even if they are beyond the limit."""
+    return min(_LEAST_ROOM_BYTES, int(_LEAST_ROOM_SHARE * usable))
 
 
 def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:

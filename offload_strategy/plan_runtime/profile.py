@@ -89,6 +89,8 @@ class Profile:
     # Seconds of computation that are lost for each byte of a tensor that a path moves. What
     # updates cost in this way is part of the times
     io_overhead: float = 0.0
+    # Whether the memory is the host's, where the C library keeps some of freed tensors
+    keeps_freed: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)  # Model, machine and date, for people
 
     def __post_init__(self) -> None:

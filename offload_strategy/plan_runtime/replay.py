@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan
+from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, least_room
 from offload_strategy.plan_runtime.profile import Profile, TensorLife
 
 #: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
@@ -116,6 +116,7 @@ class _Replay:
     def __init__(self, profile: Profile, plan: LifetimePlan | None) -> None:
         self._profile = profile
         self._limit = math.inf if plan is None else plan.limit
+        self._least_room = 0 if plan is None else least_room(plan.limit)
         self._now = 0.0
         self._serial = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -128,7 +129,7 @@ class _Replay:
         self._tensors = [
             _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
         ]
-        self._memory = profile.baseline[-1][1]
+        self._memory = self._baseline = profile.baseline[-1][1]
         self._leaving = 0  # bytes whose write is queued or in flight
         self._held = 0  # buffers of updates whose states are read, in memory or written
         self._delay = 0.0  # delay of computation by transfers and updates
@@ -219,7 +220,7 @@ class _Replay:
         for at, nbytes in profile.baseline:
             grows, before = nbytes - before, nbytes
             kind = _Kind.MORE if grows > 0 else _Kind.LESS
-            events.append((min(at, step), kind, partial(self._require, grows)))
+            events.append((min(at, step), kind, partial(self._change_baseline, grows)))
         for update in profile.updates:
             events.append((min(update.ready_at, step), _Kind.UPDATE, self._gradients_ready))
         return sorted(events, key=lambda event: event[:2])
@@ -227,9 +228,17 @@ class _Replay:
     # ------------------------------------------------------------------ memory
     def _require(self, nbytes: int) -> Iterator[str]:
         """Take memory, or give it back; wait if there is too little and a write will free some."""
-        while nbytes > 0 and self._memory + nbytes > self._limit and self._leaving:
+        while nbytes > self._free_bytes() and nbytes > 0 and self._leaving:
             yield "memory"
         self._count(nbytes)
+
+    def _change_baseline(self, nbytes: int) -> Iterator[str]:
+        self._baseline += nbytes
+        return self._require(nbytes)
+
+    def _free_bytes(self) -> float:
+        """Return the bytes that are free; tensors have some even where the limit cannot be kept."""
+        return max(self._limit, self._baseline + self._least_room) - self._memory
 
     def _count(self, nbytes: int) -> None:
         self._memory += nbytes
@@ -359,7 +368,7 @@ class _Replay:
         for lane in self._lanes.values():
             if lane.waiting and not lane.busy:
                 transfer: _Transfer | None = lane.waiting[0]
-                if lane.waiting[0].takes > self._limit - self._memory:
+                if lane.waiting[0].takes > self._free_bytes():
                     # For want of room a tensor must not block states, or what training waits for.
                     others = (one for one in lane.waiting if one.urgent or not one.takes)
                     transfer = next(others, None)

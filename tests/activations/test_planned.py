@@ -37,7 +37,7 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.waits = self.freed = self.waiting_bytes = 0
-        self.idle, self.process_limit = 0, (0, False)
+        self.idle, self.idle_buffers, self.process_limit = 0, 0, (0, False)
         # Bytes that may wait, and do from each use of an item until the next pass begins.
         self.waits_from_use = 0
         self.store = self.registry = self.pool = self
@@ -52,10 +52,10 @@ class Training:
     needed_bytes = used_bytes
 
     def peak_bytes(self):
-        return max(self.peak, self.used_bytes() + self.freed)
+        return max(self.peak, self.used_bytes() + self.freed + self.idle_buffers)
 
     def reset_peak(self):
-        self.peak = self.used_bytes() + self.freed
+        self.peak = self.used_bytes() + self.freed + self.idle_buffers
 
     def return_freed(self, beyond):
         if self.freed > beyond:
@@ -79,6 +79,9 @@ class Training:
 
     def keep_idle(self, nbytes):
         self.idle = nbytes
+
+    def trim(self, keep):
+        self.idle_buffers = min(keep, self.idle_buffers)
 
     def limit_process(self, nbytes, *, is_scarce):
         self.process_limit = nbytes(), is_scarce
@@ -194,16 +197,26 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     assert sum(training.step()) == 2
 
 
-def test_memory_of_freed_tensors_is_not_measured_however_far_the_limit_is(monkeypatch):
+# A quarter of what is in use (600 MiB with the first item) may be idle buffers, freed memory none.
+@pytest.mark.parametrize(("unused", "usual"), [("freed", 0), ("idle_buffers", 150 * MiB)])
+def test_unused_memory_is_not_measured_however_far_the_limit_is(unused, usual, monkeypatch):
     monkeypatch.setattr(Training, "counts_freed", True)
     measured = []
-    for freed in (0, 300 * MiB):
+    for nbytes in (usual, 300 * MiB):
         training = Training(20_000 * MiB)
-        training.freed = freed
+        setattr(training, unused, nbytes)
         for _ in range(4):
             training.step()
         measured.append(training.budget.profile.other_bytes)
     assert measured[0] == measured[1]
+
+
+@pytest.mark.parametrize("keeps_freed", [False, True])
+def test_a_profile_tells_whether_its_memory_keeps_freed_tensors(keeps_freed, monkeypatch):
+    monkeypatch.setattr(Training, "counts_freed", keeps_freed)
+    training = Training(passes=4)
+    assert training.budget.profile.keeps_freed == keeps_freed
+    assert training.budget.usable_bytes == (880 if keeps_freed else 985) * MiB
 
 
 def test_what_waits_in_memory_because_there_is_room_makes_no_item_leave():

@@ -1,6 +1,7 @@
 """`ssd-offload plan --profile | SCRIPT` plans a step that was profiled, and replays it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_other_rates_than_the_profiles(plan, rates, least, most):
 def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(plan):
     assert json.loads(plan("--json"))["plan"]["limit"] == 500_000_000
     assert CHECKPOINT in plan("--device-memory", "50MB", status=1)
+
+
+def test_less_is_planned_for_where_the_c_library_keeps_freed_memory(plan, profile):
+    words = ("--device-memory", "600MB")
+    assert json.loads(plan(*words, "--json"))["plan"]["limit"] == 591_000_000
+    replace(Profile.load(profile), keeps_freed=True).save(profile)
+    assert json.loads(plan(*words, "--json"))["plan"]["limit"] == 528_000_000
+    assert "Of the 572.2 MiB given, 503.5 MiB are planned for." in plan(*words)
 
 
 # ------------------------------------------------------------------ a script

@@ -73,6 +73,11 @@ def test_where_memory_is_full_training_waits_for_the_path():
     assert found.peak_bytes <= 200
     # The writes end at 3, 5, 7 and 9 s; the fourth layer finds room at 5 s instead of 4.
     assert found.stalls["memory"] == pytest.approx(1.0)
+    # Where everything else is beyond the limit, two tensors of 50 bytes have room all the same.
+    profile = stack(4, nbytes=50, path=25.0, other_bytes=1000)
+    found = replay(profile, all_leave(profile, 900))
+    assert found.peak_bytes <= 1112
+    assert found.stalls["memory"] == pytest.approx(1.0)
     profile = stack(40, seconds=0.001, path=100.0)  # with little to compute beside the moves
     plan = plan_lifetimes(profile, 1000)
     found = replay(profile, plan)
