@@ -298,13 +298,14 @@ class PlannedBudget(Budget):
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
         self._first_room = max(least_room(self.usable_bytes), int(_FIRST_SHARE * free), items)
-        pool, limit = self._writes.store.pool, self.limit_bytes
         if memory.meter.counts_host_buffers:
-            self._freed = TrimmingNearLimit(limit)
+            self._freed = TrimmingNearLimit(self.limit_bytes)
+            pool, limit = self._writes.store.pool, self.limit_bytes
             pool.keep_idle(int(_IDLE_SHARE * limit))
             pool.limit_process(lambda: limit, is_scarce=True)
-        passes = memory.profile_passes
-        self._profiler.baseline = BaselineMemory(memory.meter, passes, limit, pool.trim)
+        self._profiler.baseline = BaselineMemory(
+            memory.meter, memory.profile_passes, self.limit_bytes, self._trim
+        )
 
     def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
@@ -354,6 +355,11 @@ class PlannedBudget(Budget):
     def _return_freed(self) -> None:
         if self._freed is not None:
             self._freed.look()
+
+    def _trim(self, keep: int) -> None:
+        # What is offloaded needs its buffers again at once.
+        if self.plan is not None and not self.plan.moves:
+            self._writes.store.pool.trim(keep)
 
     def _free_what_left(self) -> None:
         self._return_freed()

@@ -205,7 +205,7 @@ def test_unused_memory_is_not_measured_however_far_the_limit_is(unused, usual, m
     for nbytes in (usual, 300 * MiB):
         training = Training(20_000 * MiB)
         setattr(training, unused, nbytes)
-        for _ in range(4):
+        for _ in range(6):
             training.step()
         measured.append(training.budget.profile.other_bytes)
     assert measured[0] == measured[1]
