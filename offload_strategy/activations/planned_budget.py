@@ -61,6 +61,8 @@ _LESS, _MORE = 0.005, 0.03
 #: Share of the limit that idle buffers may take: those of states, gradients and weights on their
 #: way are used in turn, and new mappings of them took a tenth of a step.
 _IDLE_SHARE = 0.125
+#: A limit is far from a step that takes less than this share of it.
+_FAR_SHARE = 0.5
 _WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
 
 
@@ -357,8 +359,8 @@ class PlannedBudget(Budget):
             self._freed.look()
 
     def _trim(self, keep: int) -> None:
-        # What is offloaded needs its buffers again at once.
-        if self.plan is not None and not self.plan.moves:
+        # Near a limit there are few, and what is offloaded needs them again at once.
+        if self.profile is not None and self.profile.peak_bytes < _FAR_SHARE * self.limit_bytes:
             self._writes.store.pool.trim(keep)
 
     def _free_what_left(self) -> None:
