@@ -286,10 +286,11 @@ class PlannedBudget(Budget):
         memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
-        self.usable_bytes = usable_bytes(self.limit_bytes, keeps_freed=memory.meter.counts_freed)
         if memory.meter.counts_host_buffers:
             reuse_freed_memory()
             freed_memory.return_all()
+        # From now on it is known whether memory of freed tensors is counted.
+        self.usable_bytes = usable_bytes(self.limit_bytes, keeps_freed=memory.meter.counts_freed)
         used = memory.meter.used_bytes() - items
         if used >= self.limit_bytes:
             raise ConfigError(
