@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
+from offload_strategy.activations import planned_budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
@@ -213,7 +214,12 @@ def test_unused_memory_is_not_measured_however_far_the_limit_is(unused, usual, m
 
 @pytest.mark.parametrize("keeps_freed", [False, True])
 def test_a_profile_tells_whether_its_memory_keeps_freed_tensors(keeps_freed, monkeypatch):
-    monkeypatch.setattr(Training, "counts_freed", keeps_freed)
+    monkeypatch.setattr(Training, "counts_freed", False)
+
+    def turn_caches_off():  # only then it is known how much there is
+        Training.counts_freed = keeps_freed
+
+    monkeypatch.setattr(planned_budget, "reuse_freed_memory", turn_caches_off)
     training = Training(passes=4)
     assert training.budget.profile.keeps_freed == keeps_freed
     assert training.budget.usable_bytes == (880 if keeps_freed else 985) * MiB
