@@ -11,9 +11,9 @@ pass is measured from event to event again.
 The peak of a process has memory of freed tensors in it, which the C library keeps for the next
 ones. It is returned to the system whenever the process comes close to its limit, so only a peak
 that is closer still tells that a pass needs more. It is also returned before an event is measured,
-and so are idle buffers, if there are many only because the limit is far. As the next tensors then
-take page faults, this happens in the first measured passes, and in seldom ones later: the baseline
-memory of kinds of passes that come in between is larger than it need be.
+and so are idle buffers, which are unmapped near a limit as well. As the next tensors then take page
+faults, this happens in the first measured passes, and in seldom ones later: the baseline memory of
+kinds of passes that come in between is larger than it need be.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BEGIN = 0
 class BaselineMemory:
     """See [Note: baseline memory]; the first `passes` passes are measured per event.
 
-    `trim` returns the memory of idle buffers but for so many bytes, if the limit is far.
+    `trim` returns the memory of idle buffers but for so many bytes.
     """
 
     def __init__(

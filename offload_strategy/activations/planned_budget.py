@@ -61,8 +61,6 @@ _LESS, _MORE = 0.005, 0.03
 #: Share of the limit that idle buffers may take: those of states, gradients and weights on their
 #: way are used in turn, and new mappings of them took a tenth of a step.
 _IDLE_SHARE = 0.125
-#: A limit is far from a step that takes less than this share of it.
-_FAR_SHARE = 0.5
 _WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
 
 
@@ -307,7 +305,7 @@ class PlannedBudget(Budget):
             pool.keep_idle(int(_IDLE_SHARE * limit))
             pool.limit_process(lambda: limit, is_scarce=True)
         self._profiler.baseline = BaselineMemory(
-            memory.meter, memory.profile_passes, self.limit_bytes, self._trim
+            memory.meter, memory.profile_passes, self.limit_bytes, self._writes.store.pool.trim
         )
 
     def _begin_pass(self, trace: Trace) -> None:
@@ -358,11 +356,6 @@ class PlannedBudget(Budget):
     def _return_freed(self) -> None:
         if self._freed is not None:
             self._freed.look()
-
-    def _trim(self, keep: int) -> None:
-        # Near a limit there are few, and what is offloaded needs them again at once.
-        if self.profile is not None and self.profile.peak_bytes < _FAR_SHARE * self.limit_bytes:
-            self._writes.store.pool.trim(keep)
 
     def _free_what_left(self) -> None:
         self._return_freed()
