@@ -37,7 +37,7 @@ _CLOSE_EVERY = 16
 #: at the start of the pass, however far the limit is, and a least number.
 _FREED_SHARE, _FREED_BYTES = 0.03, 16 * MiB
 #: The same for idle buffers, which are used in turn.
-_IDLE_SHARE = 0.125
+_IDLE_SHARE = 0.25
 #: The event with which a pass starts.
 BEGIN = 0
 

@@ -198,8 +198,8 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     assert sum(training.step()) == 2
 
 
-# An eighth of what is in use (600 MiB with the first item) may be idle buffers, freed memory none.
-@pytest.mark.parametrize(("unused", "usual"), [("freed", 0), ("idle_buffers", 75 * MiB)])
+# A quarter of what is in use (600 MiB with the first item) may be idle buffers, freed memory none.
+@pytest.mark.parametrize(("unused", "usual"), [("freed", 0), ("idle_buffers", 150 * MiB)])
 def test_unused_memory_is_not_measured_however_far_the_limit_is(unused, usual, monkeypatch):
     monkeypatch.setattr(Training, "counts_freed", True)
     measured = []
