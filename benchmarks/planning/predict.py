@@ -152,11 +152,9 @@ def replayed_step(profile: Profile, rate: float, *, limited: bool) -> tuple[Step
     profile = replace(profile, paths=(PathRates("path", read=rate, write=rate),))
     if not limited:
         return replay(profile), "auto"
-    room = _ROOM * (profile.peak_bytes - profile.other_bytes)
+    usable = int(profile.other_bytes + _ROOM * (profile.peak_bytes - profile.other_bytes))
     share = usable_bytes(GiB, keeps_freed=profile.keeps_freed) / GiB
-    limit = int((profile.other_bytes + room) / share)
-    usable = usable_bytes(limit, keeps_freed=profile.keeps_freed)
-    return replay(profile, plan_lifetimes(profile, usable)), limit
+    return replay(profile, plan_lifetimes(profile, usable)), int(usable / share)
 
 
 def _claims(outcomes: Sequence[Outcome]) -> list[Result]:

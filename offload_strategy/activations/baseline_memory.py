@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from offload_strategy.host_memory.idle_memory import RETURN_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
+from offload_strategy.host_memory.pool import IDLE_SHARE
 from offload_strategy.units import MiB
 
 #: Number of last passes of which the largest correction counts.
@@ -36,8 +37,6 @@ _CLOSE_EVERY = 16
 #: Bytes that memory of freed tensors may have when an event is measured: a share of what is in use
 #: at the start of the pass, however far the limit is, and a least number.
 _FREED_SHARE, _FREED_BYTES = 0.03, 16 * MiB
-#: The same for idle buffers, which are used in turn.
-_IDLE_SHARE = 0.25
 #: The event with which a pass starts.
 BEGIN = 0
 
@@ -160,7 +159,7 @@ class BaselineMemory:
         """Continue with so many bytes of items in memory."""
         self._items = items
         if self._returns:
-            self._trim(int(_IDLE_SHARE * self._used))
+            self._trim(int(IDLE_SHARE * self._used))
             self.meter.return_freed(max(_FREED_BYTES, int(_FREED_SHARE * self._used)))
         if self.per_event or self._event == BEGIN:
             self.meter.reset_peak()

@@ -25,7 +25,7 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 IDLE_BYTES = 256 * MiB
 #: Share of what the process needs that may be idle, if that is more. What the process needs while
 #: nobody measures it, as an evaluation may, comes on top of idle memory, so this is not all of it.
-_IDLE_SHARE = 0.25
+IDLE_SHARE = 0.25
 
 #: Buffers of this size or more are ranges of an arena. New pages for smaller ones cost little.
 _LARGE_BYTES = 1 * MiB
@@ -202,7 +202,7 @@ class BufferPool:
     def _idle_at_most(self) -> int:
         if self._scarce is not None:
             return self._scarce
-        return max(IDLE_BYTES, int(_IDLE_SHARE * self._limit.needed_bytes)) + self._beyond
+        return max(IDLE_BYTES, int(IDLE_SHARE * self._limit.needed_bytes)) + self._beyond
 
     @property
     def _held(self) -> int:

@@ -6,7 +6,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from offload_strategy import OffloadEngine
-from tests.activations.test_planned import limited
+from tests.activations.test_engine_with_limit import limited
 from tests.activations.zoo import ZOO, batch, build, loss_of
 from tests.training import (
     activations_only,
