@@ -140,6 +140,11 @@ def replaced_in_host_memory(copies: Any, *, late: bool) -> list[torch.Tensor]:
     return found
 
 
+def config_of(disk: Any, **sections: Any) -> dict[str, Any]:
+    """With the defaults of what is not given, and all the space that the disk has."""
+    return {"tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}], **sections}
+
+
 class Deep(nn.Module):
     """Saves a tensor as large as its input in each layer.
 
