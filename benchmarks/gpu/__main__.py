@@ -263,7 +263,8 @@ def _activations(run: Run, seconds: float) -> Found:
 
 
 def _large(run: Run, seconds: float) -> Found:
-    job = contests.LARGE.job.tiny(128, 6) if run.options.quick else contests.LARGE.job
+    # Large enough that its limit leaves room for windows of copies, which are not scaled down.
+    job = contests.LARGE.job.tiny(256, 6) if run.options.quick else contests.LARGE.job
     contest = replace(contests.LARGE, job=job)
     found = run.race([contest], seconds)
     if rates := run.parts.get("rates", {}).get("figures"):
