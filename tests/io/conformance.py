@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offload_strategy.errors import CorruptDataError
+from offload_strategy.io.backends.posix import is_buffered
 from offload_strategy.io.backends.protocol import Backend, BlockRequest, create_backend
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
@@ -76,6 +77,7 @@ def begin(
     """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
     options.setdefault("verified", "after" in options)
+    options.setdefault("direct", not is_buffered(fd))
     nbytes = options.pop("nbytes", memory.nbytes)
     backend.submit([BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)])
     return outcome

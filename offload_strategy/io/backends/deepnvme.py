@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from offload_strategy.errors import ConfigError, CorruptDataError
-from offload_strategy.io.backends.posix import PosixBackend, is_buffered
+from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.backends.thread_pool import run_within
 from offload_strategy.units import PAGE_BYTES, MiB
@@ -92,7 +92,7 @@ class DeepNvmeBackend(PosixBackend):
 
     def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
         """Move whole pages; errors of DeepSpeed's stay unknown until what was read is verified."""
-        fd, asynchronous = request.fd, not is_buffered(request.fd)
+        fd, asynchronous = request.fd, request.direct
         if asynchronous and not request.write:
             inside = offset + len(view) <= os.fstat(fd).st_size  # False on a block device
             asynchronous = inside and request.verified

@@ -122,7 +122,8 @@ class PosixBackend(Backend):
             done = call(first.fd, views, first.offset)
         except OSError:
             return False
-        self._cached.moved(first.fd, first.offset, nbytes)
+        if not first.direct:
+            self._cached.moved(first.fd, first.offset, nbytes)
         return done == nbytes
 
     def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
@@ -131,7 +132,8 @@ class PosixBackend(Backend):
             write_all(request.fd, view, offset)
         else:
             read_all(request.fd, view, offset, needed)
-        self._cached.moved(request.fd, offset, len(view))
+        if not request.direct:
+            self._cached.moved(request.fd, offset, len(view))
 
 
 def _fail_all(left: list[BlockRequest], error: BaseException) -> None:
@@ -166,11 +168,10 @@ class _CachedBlocks(threading.local):
 
     def moved(self, fd: int, offset: int, nbytes: int) -> None:
         """Start the write-out of a block, and drop an earlier one."""
-        if is_buffered(fd):
-            self._blocks.append((fd, offset, nbytes))
-            drop_from_cache(fd, offset, nbytes)
-            while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
-                drop_from_cache(*self._blocks.popleft())
+        self._blocks.append((fd, offset, nbytes))
+        drop_from_cache(fd, offset, nbytes)
+        while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
+            drop_from_cache(*self._blocks.popleft())
 
 
 def view_of(address: int, nbytes: int) -> memoryview:

@@ -26,7 +26,8 @@ class BlockRequest:
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
     With `whole_pages` a read may overwrite its memory up to the end of the last page. `before` may
     set `address` to memory of its own, from which or to which the bytes move. What was read is
-    `verified` if `after` notices each wrong byte.
+    `verified` if `after` notices each wrong byte. A file that is open for `direct` I/O leaves
+    nothing in the page cache.
     """
 
     write: bool
@@ -39,6 +40,7 @@ class BlockRequest:
     after: Callable[[], None] | None = field(default=None, repr=False)
     whole_pages: bool = False
     verified: bool = False
+    direct: bool = False
 
 
 class Backend(ABC):

@@ -232,6 +232,7 @@ class PathQueue:
             address=part.address + begin,
             nbytes=nbytes,
             whole_pages=part.whole_pages,
+            direct=self.region.direct,
             on_done=done,
         )
         if part.digests is not None:

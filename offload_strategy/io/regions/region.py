@@ -270,11 +270,13 @@ class ExternalFile:
 
     def __init__(self, path: Path, tier: str) -> None:
         self.path, self.tier, self.fd = path, tier, -1
+        flag = getattr(os, "O_DIRECT", 0)
+        self.direct = bool(flag)
         try:
             try:
-                self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+                self.fd = os.open(path, os.O_RDONLY | flag)
             except OSError:
-                self.fd = os.open(path, os.O_RDONLY)
+                self.fd, self.direct = os.open(path, os.O_RDONLY), False
             self._status = os.fstat(self.fd)
         except OSError as error:
             self.close()
