@@ -1,8 +1,7 @@
 # make demo   trains a small GPT out of core and prints a table of what happened
 # make test   runs the tests
 # make conformance   compares everything in torch's databases of operators, modules and optimizers with plain PyTorch
-# make stress runs two training threads on a simulated accelerator with 1,000 seeds of delays, and asks
-#             of every step that what left is freed although the device is behind (nothing else may run)
+# make stress asks more of a simulated accelerator: 1,000 seeds of delays, memory of every step (nothing else may run)
 # make simulate   runs 10,000 seeds of orders in which a store's events may come; SEED=n runs one again
 # make faults fails every operation of a small training in turn (hours; ARGS="--minutes 20" ends it early)
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)

@@ -66,7 +66,7 @@ def behind(engine, cycles=0, limit=None):
     """The gradient; the bytes at the begin of each step and on top; what the last one waits for.
 
     The device is far behind the host in each step. With a limit, more steps follow until one of
-    them, but for the first, takes no more bytes.
+    them, but for the first, takes no more bytes; with `make stress`, as many as are allowed.
     """
     model = Deep(LAYERS, cycles).to(DEVICE)
     if engine is not None:

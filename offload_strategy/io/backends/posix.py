@@ -122,8 +122,7 @@ class PosixBackend(Backend):
             done = call(first.fd, views, first.offset)
         except OSError:
             return False
-        if not first.direct:
-            self._cached.moved(first.fd, first.offset, nbytes)
+        self._cached.moved(first, first.offset, nbytes)
         return done == nbytes
 
     def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
@@ -132,8 +131,7 @@ class PosixBackend(Backend):
             write_all(request.fd, view, offset)
         else:
             read_all(request.fd, view, offset, needed)
-        if not request.direct:
-            self._cached.moved(request.fd, offset, len(view))
+        self._cached.moved(request, offset, len(view))
 
 
 def _fail_all(left: list[BlockRequest], error: BaseException) -> None:
@@ -166,10 +164,12 @@ class _CachedBlocks(threading.local):
     def __init__(self) -> None:
         self._blocks: deque[tuple[int, int, int]] = deque()
 
-    def moved(self, fd: int, offset: int, nbytes: int) -> None:
+    def moved(self, request: BlockRequest, offset: int, nbytes: int) -> None:
         """Start the write-out of a block, and drop an earlier one."""
-        self._blocks.append((fd, offset, nbytes))
-        drop_from_cache(fd, offset, nbytes)
+        if request.direct:
+            return
+        self._blocks.append((request.fd, offset, nbytes))
+        drop_from_cache(request.fd, offset, nbytes)
         while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
             drop_from_cache(*self._blocks.popleft())
 
