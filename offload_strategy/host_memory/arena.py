@@ -77,6 +77,7 @@ class Arena:
     def __init__(self, budget: int) -> None:
         size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
         self._memory = HostBuffer(size + BLOCK_BYTES)
+        self.addresses = range(self._memory.address, self._memory.address + self._memory.nbytes)
         self._first = -self._memory.address % BLOCK_BYTES
         self._free = FreeRanges(size)
         # A byte for each block up to the last that was ever used: whether there is memory behind.

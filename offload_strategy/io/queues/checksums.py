@@ -9,8 +9,9 @@ probability of 1/63. The next page, and the next write, have other lines.
 Digests belong to a ticket, not to a place: bytes of another ticket or of an earlier step do not
 match. The seed is the block's identity: path, offset and a number that no other write has.
 
-Memory may change while it is written: autograd saves tensors whose neighbours change. So blocks are
-hashed before and after. One that has changed is not verified: nobody knows what was written.
+A tensor that autograd has saved may change while it is written, by a view of its data. So blocks of
+memory that is not the pool's are hashed before and after. One that has changed is not verified:
+nobody knows what was written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
+
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.telemetry import get_logger
@@ -30,16 +33,13 @@ from offload_strategy.units import KiB, MiB, format_size
 #: Bytes per digest at most; a request has any multiple of it.
 DIGESTED_BYTES = 4 * MiB
 _LINE_BYTES, _STRIDE = 64, 63
+_LINE_WORDS = _LINE_BYTES // 8
 #: Blocks of up to so many bytes are not sampled: that would hardly be faster.
 _SMALL_BYTES = 64 * KiB
 
 
-class _Line(ctypes.Structure):
-    _fields_ = (("content", ctypes.c_char * _LINE_BYTES),)
-
-
 # Of the largest size: making a type for each size takes longer than hashing a small block.
-_Bytes, _Lines = ctypes.c_char * DIGESTED_BYTES, _Line * (DIGESTED_BYTES // _LINE_BYTES)
+_Bytes = ctypes.c_char * DIGESTED_BYTES
 _generations = itertools.count()
 
 
@@ -55,28 +55,47 @@ class Checksum:
         memory = memoryview(_Bytes.from_address(address))
         if not self.sampled or nbytes <= _SMALL_BYTES:
             return self.hash(memory[:nbytes], seed)
-        lines = memoryview(_Lines.from_address(address))[seed % _STRIDE : nbytes // _LINE_BYTES]
         # A first and a last page that are not whole may have no line.
-        first, last = memory[:_LINE_BYTES], memory[nbytes - _LINE_BYTES : nbytes]
-        return self.hash(b"".join((lines[::_STRIDE].tobytes(), first, last)), seed)
+        ends = b"".join((memory[:_LINE_BYTES], memory[nbytes - _LINE_BYTES : nbytes]))
+        # Hardly a line is in the processor's caches. PyTorch collects them without the interpreter
+        # lock, for which the thread that trains would wait.
+        skipped = seed % _STRIDE
+        count = -(-(nbytes // _LINE_BYTES - skipped) // _STRIDE)
+        words = torch.frombuffer(memory, dtype=torch.int64)
+        shape, strides = (count, _LINE_WORDS), (_STRIDE * _LINE_WORDS, 1)
+        lines = words.as_strided(shape, strides, skipped * _LINE_WORDS).contiguous()
+        sample = memoryview(_Bytes.from_address(lines.data_ptr()))[: lines.nbytes]
+        return self.hash(sample, self.hash(ends, seed))
 
-    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Digests:
-        """Return digests for a stripe at a place (path and offset), for requests of `block`."""
-        return Digests(self, place, nbytes, lead, min(DIGESTED_BYTES, block))
+    def digests(
+        self, place: tuple[str, int], nbytes: int, lead: int, block: int, may_change: bool
+    ) -> Digests:
+        """Return digests for a stripe at a place (path and offset), for requests of `block`.
+
+        Of memory that `may_change` while it is written, see [Note: what a checksum notices].
+        """
+        return Digests(self, place, nbytes, lead, min(DIGESTED_BYTES, block), may_change)
 
 
 class Digests:
     """The digests of a stripe, of `unit` bytes each, written once; the first `lead` bytes vary."""
 
-    __slots__ = ("_checksum", "_lead", "_seed", "_values", "unit")
+    __slots__ = ("_checksum", "_lead", "_may_change", "_seed", "_values", "unit")
     stages = False
 
     def __init__(
-        self, checksum: Checksum, place: tuple[str, int], nbytes: int, lead: int, unit: int
+        self,
+        checksum: Checksum,
+        place: tuple[str, int],
+        nbytes: int,
+        lead: int,
+        unit: int,
+        may_change: bool,
     ) -> None:
         self._checksum = checksum
         self._seed = hash((*place, next(_generations)))
         self._lead = lead
+        self._may_change = may_change
         self.unit = unit
         self._values: list[int | None] = [None] * -(-nbytes // unit)  # None: not known
 
@@ -85,7 +104,8 @@ class Digests:
         block = (request.address, begin, request.nbytes)
         if request.write:
             request.before = partial(self._store, *block)
-            request.after = partial(self._store, *block, again=True)
+            if self._may_change:
+                request.after = partial(self._store, *block, again=True)
         else:
             request.after = partial(self._verify, *block, request.offset, where)
             units = slice(begin // self.unit, -(-(begin + request.nbytes) // self.unit))
