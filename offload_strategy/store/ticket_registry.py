@@ -27,9 +27,11 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
-from offload_strategy.telemetry import Recorder
+from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import format_size
+
+_PAUSE_SECONDS = 0.001
 
 
 class TicketRegistry:
@@ -132,8 +134,16 @@ class TicketRegistry:
                 move.cancel()
 
     def pause(self) -> None:
-        """Let writes end."""
-        time.sleep(0.001)
+        """Let writes end: wait for one of them, for a millisecond at most."""
+        with self.lock:
+            moving = [move for entry in self.moving if (move := entry.move)]
+        write = next((move for move in moving if move.direction is Direction.WRITE), None)
+        if write is None:
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            if len(moving) == 1:
+                write.run_queued()
+            write.ended.wait(_PAUSE_SECONDS)
         self.release_written()
 
     def release_written(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from offload_strategy.errors import OffloadError, StorageError, TierFullError
+from offload_strategy.io.queues.moves import Latch
 from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB, MiB
@@ -93,6 +94,19 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig):
     assert rig.region.used_bytes == PAGE
     rig.store.evict(ticket)
     assert torch.equal(rig.store.take(ticket), payload)
+
+
+def test_a_pause_waits_for_the_end_of_a_write(make_rig, monkeypatch):
+    rig = make_rig()
+    tickets = [rig.put(noise(PAGE)) for _ in range(2)]
+    ends = [ticket.entry.move.ended for ticket in tickets]
+    waited = []
+    monkeypatch.setattr(Latch, "wait", lambda end, seconds: waited.append(end))
+    rig.store.registry.pause()
+    assert waited[0] in ends
+    monkeypatch.undo()
+    rig.complete()
+    rig.store.wait_for_writes()
 
 
 def test_a_write_that_failed_on_the_thread_that_trains_keeps_no_memory(rig, monkeypatch):
