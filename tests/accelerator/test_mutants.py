@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
+from offload_strategy.errors import CorruptDataError
 from offload_strategy.optimizer import subgroup_update
 from offload_strategy.optimizer.overlap import update_stream
 from offload_strategy.store import copy_engine, tensor_store
@@ -290,7 +291,7 @@ def test_a_deliberate_bug_is_found(disk, monkeypatch, name):
         try:
             if scenario(disk, seed):
                 return
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, CorruptDataError):  # a checksum notices some
             return
         finally:
             torch.accelerator.synchronize()
