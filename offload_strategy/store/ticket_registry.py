@@ -31,6 +31,7 @@ from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
+#: Another write may end before the one that is waited for.
 _PAUSE_SECONDS = 0.001
 
 
