@@ -158,7 +158,8 @@ class BufferPool:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is of the arena, as that of large buffers usually is."""
-        return self._arena is not None and tensor.data_ptr() in self._arena.addresses
+        arena = self._arena  # `close` may drop it meanwhile
+        return arena is not None and tensor.data_ptr() in arena.addresses
 
     def may_wait(self, nbytes: int) -> bool:
         """Whether what may wait elsewhere can stay in memory; see [Note: idle memory and peaks]."""
