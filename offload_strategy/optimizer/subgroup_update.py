@@ -35,6 +35,7 @@ from offload_strategy.optimizer.states.subgroups import (
     UnpackedStates,
     lay_out,
     own_state,
+    stands_for_plain,
     views_of,
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
@@ -129,7 +130,8 @@ class Updater:
                 for index, gradient in gradients.items():
                     param_slice = subgroup.slices[index]
                     weight = param_slice.values
-                    if weight.grad is not gradient:  # else the parameter itself
+                    # The parameter itself, unless PyTorch would take its class for another's.
+                    if weight.grad is not gradient or stands_for_plain(type(weight)):
                         weight = weight.detach()
                         weight.grad_dtype = gradient.dtype
                         weight.grad = param_slice.of(gradient)
@@ -363,7 +365,13 @@ class Updater:
         if subgroup.slices[0].parameter.is_cpu or settings != (None, None):
             return group
         if index not in self._foreach:
-            _, self._foreach[index] = _default_to_fused_or_foreach(group["params"], False)
+            # PyTorch asks for the type, and streamed weights have one of their own.
+            as_without_offload = [
+                torch.empty(0, device=each.device) if stands_for_plain(type(each)) else each
+                for each in group["params"]
+                if each.requires_grad
+            ]
+            _, self._foreach[index] = _default_to_fused_or_foreach(as_without_offload, False)
         return group if self._foreach[index] else {**group, "foreach": False}
 
     def _unfit(self, subgroup: Subgroup, reason: object) -> OffloadError:

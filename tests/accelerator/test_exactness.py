@@ -397,18 +397,30 @@ class ForeachAddsOne(Optimizer):
                 each.data.add_(1 if foreach else 2)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("devices", [(DEVICE, DEVICE), ("cpu", DEVICE)], ids=["one", "two"])
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap, devices):
+def test_foreach_is_selected_for_a_whole_group_as_without_offload(
+    disk, overlap, devices, streamed
+):
     def run(engine):
         torch.manual_seed(0)
         model = nn.ModuleList(nn.Linear(16, 16).to(device) for device in devices)
-        optimizer = attached(engine, None, ForeachAddsOne(model.parameters()))
+        optimizer = attached(
+            engine, model if streamed else None, ForeachAddsOne(model.parameters())
+        )
         model[1](model[0](torch.randn(4, 16).to(devices[0])).to(devices[1])).sum().backward()
         optimizer.step()
+        if engine is not None:
+            engine.close()
         return [weights(model)]
 
-    config = settings(disk, activations={"enabled": False}, optimizer={"overlap": overlap})
+    config = settings(
+        disk,
+        activations={"enabled": False},
+        optimizer={"overlap": overlap},
+        parameters=STREAMED if streamed else {"enabled": False},
+    )
     same_with_and_without(run, config)
 
 

@@ -99,7 +99,12 @@ def packable(tensor: object) -> bool:
 
 def is_plain(kind: type) -> bool:
     """Whether a class is a plain tensor class, or declares that it behaves like one."""
-    return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "stands_for_plain", False)
+    return kind in (torch.Tensor, torch.nn.Parameter) or stands_for_plain(kind)
+
+
+def stands_for_plain(kind: type) -> bool:
+    """Whether a class of this package declares that it behaves like a plain tensor class."""
+    return getattr(kind, "stands_for_plain", False)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
