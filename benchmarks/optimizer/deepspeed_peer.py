@@ -174,7 +174,7 @@ def engine(
     be_alone(accelerator)
     try:
         import deepspeed
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+        from deepspeed.ops.op_builder import CPUAdamBuilder  # that of the accelerator
 
         CPUAdamBuilder().load(verbose=False)
     except Exception as error:

@@ -127,7 +127,8 @@ _ABOUT = (
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.script and not _is_script(path := Path(options.script[0])):
+    path = Path(options.script[0]) if options.script else None
+    if path and path.suffix != ".py" and (path.suffix == ".json" or not path.is_file()):
         # A model that is named without an option; options may follow it.
         model, *rest = options.script
         options = options.parser.parse_args(rest, options)
@@ -170,10 +171,6 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.gpu not in (None, CPU) and not (options.profile or options.script):
         why = "no effect for a GPU, which updates states itself and uses drives of the table"
         refuse(options, _OF_CPU, f"{why}; leave it out")
-
-
-def _is_script(path: Path) -> bool:
-    return path.suffix == ".py" or (path.is_file() and path.suffix != ".json")
 
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:

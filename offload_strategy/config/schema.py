@@ -88,15 +88,11 @@ class ActivationsConfig(_Client):
     """Whether saved tensors stay in memory as well, and backward raises an error where one of them
     was changed unnoticed by autograd (`x.data`, `x.numpy()`). For debugging: nothing is saved."""
 
-    def budget_fraction(self) -> float | None:
-        """Return the budget as a share from 0 to 1, or None if it is 'auto' or in bytes."""
-        if isinstance(self.budget, str) and self.budget.endswith("%"):
-            return float(self.budget[:-1]) / 100
-        return None
-
-    def budget_bytes(self) -> int | None:
-        """Return the budget in bytes a step, or None if it is 'auto' or a share."""
-        return self.budget if isinstance(self.budget, int) else None
+    def limit(self) -> float | Literal["auto"]:
+        """Return the budget: 'auto', an int of bytes a step, or a float as a share from 0 to 1."""
+        if self.budget == "auto":
+            return "auto"
+        return self.budget if isinstance(self.budget, int) else float(self.budget[:-1]) / 100
 
 
 class OptimizerConfig(_Client):
@@ -247,7 +243,8 @@ class OffloadConfig(Section):
         min_length=1,
     )
     """Tiers, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR, else in the
-    temporary directory, or in /var/tmp if the temporary directory is kept in memory."""
+    temporary directory, or in /var/tmp if the temporary directory is kept in memory. Where an
+    accelerator trains, half of the host memory that is available comes first, as tier 'host'."""
     mode: Literal["auto", "always"] = "auto"
     """What happens to a section whose ``enabled`` is 'auto': with 'auto' the engine offloads what
     memory requires; with 'always' all activations and optimizer states that may be."""
@@ -363,6 +360,11 @@ class OffloadConfig(Section):
             return [tier for tier in self.tiers if client == "optimizer" or tier.kind != "device"]
         by_name = {tier.name: tier for tier in self.tiers}
         return [by_name[name] for name in names]
+
+    def with_host_tier(self, nbytes: int) -> OffloadConfig:
+        """Return the config with so many bytes of host memory before its tiers."""
+        host = TierConfig(name="host", kind="dram", capacity=nbytes)
+        return self.model_copy(update={"tiers": [host, *self.tiers]})
 
     def divided(self, among: int) -> OffloadConfig:
         """Return the config of one of so many processes, with its part of what a tier may take."""

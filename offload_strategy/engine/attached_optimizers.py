@@ -90,9 +90,10 @@ class AttachedOptimizers:
             )
             return optimizer
         state_bytes = sum(supported.state_bytes)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._resources.note_device(parameters[0].device)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer

@@ -79,6 +79,9 @@ class OffloadEngine(EngineReports):
         leave_interrupted_calls()
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
+        by_default = "tiers" not in self.config.model_fields_set
+        if by_default and torch.accelerator.is_available():
+            self.config = self.config.with_host_tier(available_bytes() // 2)
         if self.config.report is not None:
             check_writable(self.config.report, "report: ")
         given = self.config.planning.plan
@@ -87,6 +90,7 @@ class OffloadEngine(EngineReports):
             in_group = dist.is_available() and dist.is_initialized()
             processes = local_processes() if in_group else 1
         self._resources = Resources(self.config.divided(processes), processes)
+        self._resources.has_default_tiers = by_default
         self._recorder = self._resources.recorder
         self._metrics = Metrics(self._resources)
         self._finalizer = weakref.finalize(self, run_off_pools, self._resources.close)
@@ -203,6 +207,7 @@ class OffloadEngine(EngineReports):
 
     def _note_device(self, parameter: torch.Tensor) -> None:
         self._device = parameter.device
+        self._resources.note_device(parameter.device)
         self._choice.limit.measure(parameter)
 
     def detach_model(self, model: nn.Module) -> None:
@@ -349,7 +354,6 @@ class OffloadEngine(EngineReports):
 
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
-        fraction, limit = section.budget_fraction(), section.budget_bytes()
         tiers = self._resources.config.tiers_for("activations")
         budgets = {tier.name: tier.writes_per_day for tier in tiers if tier.writes_per_day}
         return ActivationOffload(
@@ -358,7 +362,7 @@ class OffloadEngine(EngineReports):
             self._registry.is_weight,
             before_forward=WeakHook(self._before_forward),
             min_size=section.min_size if section.enabled else sys.maxsize,
-            budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
+            budget=section.limit(),
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self._resources.pinned_bytes,
             write_budget=WriteBudget(budgets, self._resources.store) if budgets else None,

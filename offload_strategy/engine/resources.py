@@ -67,6 +67,8 @@ class Resources:
         self.pid = os.getpid()
         self.config = config
         self.recorder = Recorder()
+        #: Whether nobody has asked for these tiers.
+        self.has_default_tiers = False
         #: Bytes of the pool that do not belong to dram tiers.
         self.pinned_bytes = config.memory.pinned_bytes(
             available_bytes() // processes, accelerated=torch.accelerator.is_available()
@@ -115,6 +117,12 @@ class Resources:
         except BaseException:
             self.close()
             raise
+
+    def note_device(self, device: torch.device) -> None:
+        """Keep default tiers out of host memory if the CPU trains, which has all else there."""
+        if self.has_default_tiers and device.type == "cpu":
+            for tier in self.memory_tiers.values():
+                tier.capacity = 0
 
     def room(self, client: Client) -> int:
         """Return the bytes that the tiers of a client have left."""

@@ -400,9 +400,7 @@ class ForeachAddsOne(Optimizer):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("devices", [(DEVICE, DEVICE), ("cpu", DEVICE)], ids=["one", "two"])
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-def test_foreach_is_selected_for_a_whole_group_as_without_offload(
-    disk, overlap, devices, streamed
-):
+def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap, devices, streamed):
     def run(engine):
         torch.manual_seed(0)
         model = nn.ModuleList(nn.Linear(16, 16).to(device) for device in devices)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
+from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.accelerator.support import (
@@ -184,6 +185,25 @@ def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end
     assert (moved == 0) is (capacity == "16MiB")
     assert figures["offload/tier/device/used_bytes"] > 0
     assert idle_memory() <= before + 4096
+
+
+@pytest.mark.parametrize("kind", [DEVICE, "cpu"])
+def test_by_default_half_of_the_host_memory_comes_before_the_disk(disk, kind, monkeypatch):
+    """Unless the CPU trains, which has all else in host memory."""
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))
+    with OffloadEngine({"mode": "always", "activations": {"min_size": 1}}) as engine:
+        tier = engine.config.tiers[0]
+        assert [each.name for each in engine.config.tiers] == ["host", "ssd"]
+        assert 0.4 < tier.capacity / available_bytes() < 0.6
+        model = nn.Linear(64, 64, device=kind)
+        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-3))
+        for _ in range(2):
+            model(torch.ones(4, 64, device=kind)).pow(2).sum().backward()
+            optimizer.step()
+        figures = engine.metrics()
+    written = figures["offload/optimizer/written_bytes"]
+    in_host = figures["offload/tier/host/used_bytes"]
+    assert (written > 0, in_host > 0) == ((kind == "cpu"), (kind != "cpu"))
 
 
 # ---------------------------------------------------------------------- errors

@@ -254,12 +254,12 @@ def test_one_message_has_all_problems_and_names_the_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("budget", "fraction", "size"),
-    [("auto", None, None), (" 12.5 % ", 0.125, None), ("8GiB", None, 8 * GiB), (0, None, 0)],
+    ("budget", "limit"),
+    [("auto", "auto"), (" 12.5 % ", 0.125), ("100%", 1.0), ("8GiB", 8 * GiB), (0, 0), (1, 1)],
 )
-def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
-    section = ActivationsConfig(budget=budget)
-    assert (section.budget_fraction(), section.budget_bytes()) == (fraction, size)
+def test_a_budget_is_auto_or_a_share_or_bytes(budget, limit):
+    found = ActivationsConfig(budget=budget).limit()
+    assert (type(found), found) == (type(limit), limit)
 
 
 def test_every_key_has_a_description():
