@@ -361,11 +361,6 @@ class OffloadConfig(Section):
         by_name = {tier.name: tier for tier in self.tiers}
         return [by_name[name] for name in names]
 
-    def with_host_tier(self, nbytes: int) -> OffloadConfig:
-        """Return the config with so many bytes of host memory before its tiers."""
-        host = TierConfig(name="host", kind="dram", capacity=nbytes)
-        return self.model_copy(update={"tiers": [host, *self.tiers]})
-
     def divided(self, among: int) -> OffloadConfig:
         """Return the config of one of so many processes, with its part of what a tier may take."""
         if among == 1:

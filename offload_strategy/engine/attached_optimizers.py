@@ -193,11 +193,14 @@ class AttachedOptimizers:
             fixed = int(self._section.subgroup_size)
             return lambda _: fixed
         moved, memory = state_bytes, self._resources.pinned_bytes
+        accelerated = parameters[0].device.type != "cpu"
         if self._section.overlap == "commit":
             moved += sum(local_tensor(p).nbytes for p in parameters)
-            if parameters[0].device.type != "cpu":  # the rest is for gradients, or new weights
+            if accelerated:  # the rest is for gradients, or new weights
                 memory -= self._resources.new_weight_tier.capacity
-        return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
+        each, tiers = moved / _elements(parameters), self._resources.clients["optimizer"]
+        from_memory = accelerated and tiers[0].is_host_memory
+        return partial(subgroup_size, each=each, memory=memory, from_memory=from_memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:
         """Check that the tiers have room for this rank's states, and for gradients that wait there.

@@ -19,7 +19,7 @@ from offload_strategy.activations.budgets import WriteBudget
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
-from offload_strategy.config import ConfigSource, OffloadConfig
+from offload_strategy.config import ConfigSource, OffloadConfig, TierConfig
 from offload_strategy.config.directories import local_processes
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
@@ -81,7 +81,8 @@ class OffloadEngine(EngineReports):
         self.config = OffloadConfig.load(config)
         by_default = "tiers" not in self.config.model_fields_set
         if by_default and torch.accelerator.is_available():
-            self.config = self.config.with_host_tier(available_bytes() // 2)
+            host = TierConfig(name="host", kind="dram", capacity=available_bytes() // 2)
+            self.config = self.config.model_copy(update={"tiers": [host, *self.config.tiers]})
         if self.config.report is not None:
             check_writable(self.config.report, "report: ")
         given = self.config.planning.plan

@@ -11,17 +11,21 @@ SUBGROUPS_IN_FLIGHT = 4
 #: Parameters of a subgroup if memory allows: few enough that the first update starts early and that
 #: several subgroups in memory do not count, and enough that I/O requests and updates are efficient.
 _SUBGROUP_RANGE = (1 << 18, 1 << 22)
+#: From host memory an accelerator updates the most of them sooner than the host launches that.
+_MOST_FROM_MEMORY = 1 << 24
 _SUBGROUPS_PER_OPTIMIZER = 16
 _SMALLEST_SUBGROUP = 1 << 16
 
 
-def subgroup_size(parameters: int, each: float, memory: int) -> int:
+def subgroup_size(parameters: int, each: float, memory: int, *, from_memory: bool = False) -> int:
     """Return how many parameters to update at a time if the config does not say; a power of two.
 
     Of an optimizer with so many parameters, `each` with so many bytes of states and copies, where
-    the buffers of all subgroups in flight may take `memory` bytes.
+    the buffers of all subgroups in flight may take `memory` bytes. Whether the states come to an
+    accelerator `from_memory` of the host.
     """
     low, high = _SUBGROUP_RANGE
+    high = _MOST_FROM_MEMORY if from_memory else high
     size = min(high, max(low, parameters // _SUBGROUPS_PER_OPTIMIZER))
     size = 1 << (size.bit_length() - 1)
     while size > _SMALLEST_SUBGROUP and SUBGROUPS_IN_FLIGHT * each * size > memory:

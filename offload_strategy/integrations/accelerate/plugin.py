@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 METRICS_VARIABLE = "SSD_OFFLOAD_METRICS_EVERY"
 
 _SESSION = "_ssd_offload_session"
+_YES = ("1", "true", "yes", "on", "y", "t")
 
 #: Methods of `Accelerator` that a `Session` has as well, with the original as first argument.
 _WRAPPED = [
@@ -123,7 +124,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             # Accelerate looks handlers up in a fixed table of its own classes.
             others = [handler for handler in handlers if not isinstance(handler, SSDOffloadPlugin)]
             kwargs["kwargs_handlers"] = others or None
-        elif _is_active_by_environment():
+        elif os.environ.get(ACTIVE_VARIABLE, "").strip().lower() in _YES and not is_disabled():
             plugins = [SSDOffloadPlugin()]
         if len(plugins) > 1:
             raise ConfigError("kwargs_handlers: more than one SSDOffloadPlugin, pass one")
@@ -132,11 +133,6 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             setattr(self, _SESSION, _make_session(self, plugins[0]))
 
     return __init__
-
-
-def _is_active_by_environment() -> bool:
-    value = os.environ.get(ACTIVE_VARIABLE, "").strip().lower()
-    return value in ("1", "true", "yes", "on", "y", "t") and not is_disabled()
 
 
 def _make_session(accelerator: Accelerator, plugin: SSDOffloadPlugin) -> Session:
