@@ -47,6 +47,7 @@ class Job:
         updates: whether an optimizer takes part; else steps end with backward.
         autocast: whether forward runs in bfloat16 under autocast.
         limit: bytes of device memory for each parameter; None for all that there are.
+        recompute: whether all blocks are computed again in backward.
         small: whether it is a model of no size, of which even small tensors must leave.
     """
 
@@ -55,6 +56,7 @@ class Job:
     updates: bool = False
     autocast: bool = False
     limit: int | None = None
+    recompute: bool = False
     small: bool = False
 
     @classmethod
@@ -77,7 +79,10 @@ class Job:
 
     def build(self, kind: str) -> Any:
         """A GPT with random weights, on a type of device."""
-        return build("GPT", self.shape, kind)
+        model = build("GPT", self.shape, kind)
+        if self.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
 
     def tiny(self, width: int = 64, layers: int = 2) -> Job:
         """The same with a model of no size, to see that everything runs."""
@@ -180,9 +185,7 @@ def make(name: str, job: Job, kind: str, directory: Path) -> Trainer:
         return _fsdp2(job, kind)
     around = {SAVE_ON_CPU: lambda: save_on_cpu, TRL: trl}.get(name, lambda: nullcontext)()
     make_optimizer = _torchao() if name == TORCHAO else _adamw
-    model = job.build(kind)
-    if name == RECOMPUTE:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = replace(job, recompute=job.recompute or name == RECOMPUTE).build(kind)
     return Trainer(model, make_optimizer(model) if job.updates else None, around)
 
 

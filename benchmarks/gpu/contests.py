@@ -111,6 +111,7 @@ LARGE = Contest(
         updates=True,
         autocast=True,
         limit=_LIMIT_BYTES,
+        recompute=True,
     ),
     (who.PLAIN, who.LARGE, who.LARGE_DEVICE, who.LARGE_STREAMED),
 )

@@ -142,7 +142,8 @@ def measured_cores(
         finally:
             torch.set_num_threads(threads)
         flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
-    copy_rate = _copies()
+    source_tensor, target = torch.ones(2, _PARAMETERS)
+    copy_rate = target.nbytes / _fastest(lambda: target.copy_(source_tensor))
     # Measured even if it is given: the process takes more memory after it has trained a little.
     measured_rate = copy_rate / _COPIED_BYTES if quickly else _updates()
     freed_memory.return_all()
@@ -189,12 +190,6 @@ def _updates() -> float:
     weight.grad = torch.ones(_PARAMETERS)
     optimizer = torch.optim.AdamW([weight], fused=True)
     return _PARAMETERS / _fastest(optimizer.step)
-
-
-def _copies() -> float:
-    """Measure the bytes that are copied in a second."""
-    source, target = torch.ones(_PARAMETERS), torch.ones(_PARAMETERS)
-    return source.nbytes / _fastest(lambda: target.copy_(source))
 
 
 def _fastest(run: Callable[[], object]) -> float:

@@ -116,9 +116,9 @@ class OptimizerConfig(_Client):
     """Whether bfloat16 and float16 weights are updated in float32: a copy of each is stored with
     its states, and rounded into the weight after every update. Numbers change."""
     gradient_memory: AutoOrSize = "auto"
-    """Maximum host memory for gradients that wait for step() with overlap: commit. Others wait on
-    the tiers, and are read again only if the update must be repeated. 'auto' is none where the
-    device is the CPU, whose memory is what is scarce, and else as much as memory.pinned."""
+    """Maximum host memory for gradients, and new weights of an accelerator, that wait for step()
+    with overlap: commit; it has both itself below its peak if no limit is planned for. Others wait
+    on the tiers. 'auto' is none if the CPU trains, in what is scarce, and else memory.pinned."""
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
     the new weights to the others. Otherwise every process holds all states."""

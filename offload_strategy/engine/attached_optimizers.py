@@ -22,6 +22,7 @@ from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class import compatibility
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
+from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.torch_support.modules import WeakHook
@@ -108,8 +109,7 @@ class AttachedOptimizers:
             state_bytes=own_bytes,
             changes_gradients=supported.changes_gradients,
             precision=precision,
-            new_weight_tiers=[self._resources.new_weight_tier],
-            gradient_memory=gradient_memory,
+            waiting=HostTier("what waits for step()", gradient_memory),
             directories=scratch_directories(self._resources.state_paths),
             residency=self.stream,
             dp_groups=self.dp_groups,
@@ -197,7 +197,7 @@ class AttachedOptimizers:
         if self._section.overlap == "commit":
             moved += sum(local_tensor(p).nbytes for p in parameters)
             if accelerated:  # the rest is for gradients, or new weights
-                memory -= self._resources.new_weight_tier.capacity
+                memory //= 2
         each, tiers = moved / _elements(parameters), self._resources.clients["optimizer"]
         from_memory = accelerated and tiers[0].is_host_memory
         return partial(subgroup_size, each=each, memory=memory, from_memory=from_memory)

@@ -95,16 +95,14 @@ class AutomaticChoice:
         meter = self.limit.measure(parameters[0])
         limit, used = self.limit.limit_bytes(), meter.used_bytes()
         upcoming = self._window_bytes(parameters) + int(_WORKSPACE_SHARE * limit)
-        streams = used + upcoming > limit
+        self._decided["parameters"] = streams = used + upcoming > limit
         if streams:
+            weights = format_size(sum(p.nbytes for p in parameters))
             logger.info(
-                "mode: auto: %s of weights are streamed. With them in memory, and all else "
-                "offloaded, training would need %s of the %s there are.",
-                format_size(sum(p.nbytes for p in parameters)),
-                format_size(used + upcoming),
-                format_size(limit),
+                f"mode: auto: {weights} of weights are streamed. With them in memory, and all else "
+                f"offloaded, training would need {format_size(used + upcoming)} of the "
+                f"{format_size(limit)} there are."
             )
-        self._decided["parameters"] = streams
         return streams
 
     def keeps_states(self, optimizer: Optimizer, state_bytes: int) -> bool:
@@ -125,13 +123,11 @@ class AutomaticChoice:
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
         keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
         tiers = ", ".join(tier.name for tier in self._config.tiers_for("optimizer"))
+        what = "stay in memory" if keeps else f"are offloaded to {tiers}"
         logger.info(
-            "mode: auto: %s of optimizer states %s. With them in memory, training needs %s of the "
-            "%s there are, and room for activations.",
-            format_size(state_bytes),
-            "stay in memory" if keeps else f"are offloaded to {tiers}",
-            format_size(need),
-            format_size(limit),
+            f"mode: auto: {format_size(state_bytes)} of optimizer states {what}. With them in "
+            f"memory, training needs {format_size(need)} of the {format_size(limit)} there are, "
+            f"and room for activations."
         )
         if keeps:
             self._kept[optimizer] = state_bytes
@@ -156,16 +152,13 @@ class AutomaticChoice:
     def host_limit_bytes(self) -> int:
         """Return the bytes that training may have in host memory, if it is on the CPU."""
         meter = self.limit.meter
-        if meter is None or not meter.counts_host_buffers:
-            return sys.maxsize
-        return self.limit.limit_bytes()
+        on_host = meter is not None and meter.counts_host_buffers
+        return self.limit.limit_bytes() if on_host else sys.maxsize
 
     def explain(self, effective: OffloadConfig) -> None:
         """Log the settings that choose what was chosen, unless the config had them all."""
         auto = [client for client in CLIENTS if getattr(self._config, client).enabled == "auto"]
-        sections: dict[str, Any] = {
-            client: {"enabled": getattr(effective, client).enabled} for client in auto
-        }
+        sections: dict[str, Any] = {c: {"enabled": getattr(effective, c).enabled} for c in auto}
         if effective.planning.device_memory != self._config.planning.device_memory:
             limit = effective.planning.model_dump(mode="json")["device_memory"]
             sections["planning"] = {"device_memory": limit}

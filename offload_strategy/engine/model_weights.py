@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,8 @@ class EngineWeights:
         checkpoint = safetensors_files.read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-
-        def open_file(path: Path) -> ExternalFile:
-            return ExternalFile(path, "checkpoint")
-
-        with self._resources.files(open_file, keep=adopt) as queue_of:
+        file = partial(ExternalFile, tier="checkpoint")
+        with self._resources.files(file, keep=adopt) as queue_of:
             loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
@@ -174,10 +172,9 @@ class EngineWeights:
         fits = missing < _RESTORED_SHARE * free
         if not fits:
             logger.warning(
-                "close: %s of weights are on tiers and do not fit in the %s of free memory; they "
-                "are discarded, and the model's parameters are NaN from now on.",
-                format_size(missing),
-                format_size(free),
+                f"close: {format_size(missing)} of weights are on tiers and do not fit in the "
+                f"{format_size(free)} of free memory; they are discarded, and the model's "
+                f"parameters are NaN from now on."
             )
         self._stream.close(restore=fits)
 

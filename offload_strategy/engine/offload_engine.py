@@ -292,10 +292,8 @@ class OffloadEngine(EngineReports):
         free = free_bytes(self._device) if on_device else available_bytes() // each
         if 0 < moved * _FREE_MEMORY_FACTOR <= free:
             logger.info(
-                "offload is not needed here: the %s that it moves would fit into the %s of memory "
-                "that are free",
-                format_size(moved),
-                format_size(free),
+                f"offload is not needed here: the {format_size(moved)} that it moves would fit "
+                f"into the {format_size(free)} of memory that are free"
             )
 
     # ------------------------------------------------------------------ life

@@ -79,8 +79,6 @@ class Resources:
         self.store = TensorStore(self.pool, self.recorder, write_behind=self.pinned_bytes)
         #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
         self.measured_paths = MeasuredPaths(processes)
-        #: Tier for new weights of an accelerator that wait for `step()`.
-        self.new_weight_tier = HostTier("new weights in memory.pinned", self.pinned_bytes // 2)
         self.memory_tiers: dict[str, MemoryTier] = {}
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []

@@ -1,6 +1,4 @@
-"""Pipeline schedules of `torch.distributed.pipelining`: the last backward pass of each step.
-
-docs/pipelines.md shows how to use them.
+"""Pipeline schedules of `torch.distributed.pipelining` (docs/pipelines.md): the last backward.
 
 [Note: the last backward]
 Without hints an engine assumes that every backward is the last before `step()`. A schedule tells

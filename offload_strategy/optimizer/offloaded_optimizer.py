@@ -37,6 +37,7 @@ from offload_strategy.optimizer.user_class.inner_step import refuse_compilation
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
+from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.interrupts import keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
@@ -58,8 +59,7 @@ class OffloadedOptimizer(Optimizer):
         tiers: where states may be put, in order.
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
-        new_weight_tiers: where new weights of an accelerator wait for `step()` before `tiers`.
-        gradient_memory: host bytes for gradients that wait for `step()`; others go to the tiers.
+        waiting: for gradients, and new weights of an accelerator, before `tiers`.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
         claim: called with this optimizer when it has new parameters, before it hooks them.
@@ -77,8 +77,7 @@ class OffloadedOptimizer(Optimizer):
         state_bytes: int,
         changes_gradients: bool,
         precision: Precision,
-        new_weight_tiers: Sequence[Tier],
-        gradient_memory: int,
+        waiting: HostTier,
         directories: Sequence[Path],
         residency: WeightResidency | None,
         dp_groups: GroupRegistry,
@@ -92,7 +91,7 @@ class OffloadedOptimizer(Optimizer):
             lambda index: is_elementwise(inner, inner.param_groups[index], precision)
         )
         self._updater = Updater(
-            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
+            inner, store, tiers, waiting, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
@@ -102,7 +101,7 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
-            retained = RetainedGradients(store, tiers, gradient_memory)
+            retained = RetainedGradients(store, tiers, waiting)
             self._overlap = CommittedUpdates(
                 self._updater, is_last, self._backward_begins, retained
             )

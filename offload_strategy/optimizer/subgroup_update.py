@@ -44,7 +44,7 @@ from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
-from offload_strategy.torch_support.accelerator import Autocast, is_asynchronous
+from offload_strategy.torch_support.accelerator import Autocast, current_stream, is_asynchronous
 
 
 class Updater:
@@ -55,7 +55,7 @@ class Updater:
         optimizer: Optimizer,
         store: TensorStore,
         tiers: Sequence[Tier],
-        new_weight_tiers: Sequence[Tier],
+        waiting: Tier,
         precision: Precision,
         residency: WeightResidency | None,
         is_elementwise: Callable[[int], bool],
@@ -65,7 +65,7 @@ class Updater:
         self._tiers = list(tiers)
         # Nothing crosses the link for what fits into the device's own tier.
         device_tiers = [tier for tier in tiers if tier.is_own_device]
-        self._new_weight_tiers = [*device_tiers, *new_weight_tiers, *tiers]
+        self._new_weight_tiers = [*device_tiers, waiting, *tiers]
         self.weights = UpdatedWeights(store, tiers, residency)
         self._residency = self.weights.residency
         self.streams = UpdateStreams(enabled=residency is None)
@@ -250,6 +250,8 @@ class Updater:
                 copied = [place for place in places if place not in stored]
                 for place, new in zip(copied, new_weights, strict=True):
                     ahead_update.weight(place).copy_(new)
+                    if is_asynchronous(new.device):  # another stream may own its memory
+                        new.record_stream(current_stream(new.device))
             for place, each in stored.items():
                 if not self._residency.replace(parameters[place], each.ticket):
                     weight = ahead_update.weight(place)

@@ -14,8 +14,7 @@ u = batch x sequence x hidden x bytes of an element:
 
 That is 16 u. With flash attention scores are computed again in backward. Of a gated feed-forward
 part autograd saves gate, the function of it, up, and their product. Dropout is not counted; its
-masks would be 1 u more in half precision. Of a layer that several devices share, the part of one is
-a shape with fewer heads of the same size and a narrower feed-forward part.
+masks would be 1 u more in half precision. Devices that share a layer have fewer heads each.
 """
 
 from __future__ import annotations

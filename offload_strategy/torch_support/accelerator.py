@@ -130,14 +130,21 @@ def is_capturing_graph() -> bool:
 has_memory_statistics = is_asynchronous
 
 
+def _tensor_bytes(device: torch.device) -> dict[str, int]:
+    # `memory_allocated` makes a list of all that is counted, which takes seven times as long.
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: dict[str, int] = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    return found
+
+
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of tensors on a device."""
-    return int(get_device_module(device).memory_allocated(device))
+    return _tensor_bytes(device)["current"]
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
     """Return the largest number of bytes of tensors since `reset_peak`."""
-    return int(get_device_module(device).max_memory_allocated(device))
+    return _tensor_bytes(device)["peak"]
 
 
 def reset_peak(device: torch.device) -> None:

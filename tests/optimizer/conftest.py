@@ -9,6 +9,7 @@ from offload_strategy.optimizer import offloaded_optimizer
 from offload_strategy.optimizer.overlap import overlap_modes
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.optimizer.subgroup_update import Updater
+from offload_strategy.store.tiers import HostTier
 from tests.optimizer.runs import give_room_for_new_weights
 
 
@@ -25,7 +26,7 @@ def gradients_leave(monkeypatch):
     monkeypatch.setattr(
         offloaded_optimizer,
         "RetainedGradients",
-        lambda store, tiers, _: RetainedGradients(store, tiers, 0),
+        lambda store, tiers, _: RetainedGradients(store, tiers, HostTier("", 0)),
     )
 
 

@@ -51,8 +51,11 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
         changeable = isinstance(value, list | dict | set) or hasattr(value, "__array__")
         return copy(value) if changeable else value
 
-    settings = {name: value for name, value in group.items() if name != "params"}
-    return tree_map(own, settings)  # type: ignore[no-any-return]
+    return {
+        name: value if isinstance(value, bool | float | str | None) else tree_map(own, value)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 class StoredWeight(NamedTuple):

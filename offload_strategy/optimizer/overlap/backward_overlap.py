@@ -183,7 +183,7 @@ class BackwardOverlap(ABC):
             return
         for subgroup, index in subgroups:
             subgroup.ready.add(index)
-            if subgroup.is_complete:
+            if len(subgroup.ready) >= sum(s.parameter.requires_grad for s in subgroup.slices):
                 self._updater.prefetch_states(subgroup)
                 self._waiting.append(subgroup)
                 self._completed[subgroup] = None

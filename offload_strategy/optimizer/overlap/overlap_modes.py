@@ -37,6 +37,11 @@ from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
+from offload_strategy.torch_support.accelerator import (
+    allocated_bytes,
+    is_asynchronous,
+    peak_allocated_bytes,
+)
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import MiB
 
@@ -77,13 +82,14 @@ class ScalingPrediction:
 class RetainedGradients:
     """Gradients that are kept until `step()` although no update during backward needs them.
 
-    Gradients of an accelerator leave it for host memory, of which there are `host_bytes`; what does
-    not fit there goes to the tiers.
+    Those of an accelerator leave it unless it has room for them below its peak. What does not fit
+    into `host` goes to the tiers.
     """
 
-    def __init__(self, store: TensorStore, tiers: Sequence[Tier], host_bytes: int) -> None:
-        self._store = store
-        self._host = HostTier("retained gradients", host_bytes)
+    def __init__(self, store: TensorStore, tiers: Sequence[Tier], host: HostTier) -> None:
+        self._store, self._host = store, host
+        #: Whether those of the last update ahead of `step()` may stay on their device.
+        self._fit_on_device = False
         self._tiers = [tier for tier in tiers if not tier.is_own_device]
         # Of gradients on the host, which are not in the store while they stay in memory.
         self._in_memory_bytes = 0
@@ -100,7 +106,15 @@ class RetainedGradients:
 
     def _stays(self, gradient: TensorMetadata) -> bool:
         fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
-        return gradient.device.type == "cpu" and fits
+        return fits if gradient.device.type == "cpu" else self._fit_on_device
+
+    def memory_on_device(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return memory for new weights on an accelerator if they fit below its peak."""
+        device, nbytes = weights[0].device, 2 * sum(weight.nbytes for weight in weights)
+        if fit := is_asynchronous(device) and self._store.pool.device_may_wait:
+            fit = allocated_bytes(device) + nbytes <= peak_allocated_bytes(device)
+        self._fit_on_device = fit
+        return [torch.empty_like(each) for each in weights] if fit else None
 
     def memory_of(
         self, gradients: Sequence[tuple[torch.Tensor, GradientBacking]]
@@ -140,7 +154,7 @@ class RetainedGradients:
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""
-        self._in_memory_bytes = 0
+        self._in_memory_bytes, self._fit_on_device = 0, False
 
 
 class CommittedUpdates(BackwardOverlap):
@@ -184,12 +198,14 @@ class CommittedUpdates(BackwardOverlap):
         whole = [s.parameter for s in ready.values() if s.rows is None]
         if len(whole) == len(ready) and not self._updater.weights.streams:
             memory = self._retained.memory_of([(each, self._taken[each]) for each in whole])
+        if memory is None and not self._updater.weights.streams:
+            memory = self._retained.memory_on_device([each.values for each in ready.values()])
         gradients = {}
         for index, param_slice in ready.items():
             gradient = param_slice.of(self._taken[param_slice.parameter].raw())
             gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
             del gradient
-        with self.streams.updating(list(gradients.values())):
+        with self.streams.updating([*gradients.values(), *(memory or ())]):
             self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
         for parameter in {param_slice.parameter for param_slice in ready.values()}:

@@ -275,12 +275,6 @@ class Subgroup:
     def __post_init__(self) -> None:
         self.states = StateSet([{} for _ in self.slices])
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the gradients of all its trainable parameters are final."""
-        trainable = sum(param_slice.parameter.requires_grad for param_slice in self.slices)
-        return len(self.ready) >= trainable
-
 
 @dataclass(eq=False)
 class UnpackedStates:

@@ -152,15 +152,16 @@ def classes_of(kind: type) -> tuple[type, ...]:
 def _variables(kind: type) -> list[tuple[str, Callable[[], Any]]]:
     """Readers of variables in which the methods of a class may keep values.
 
-    They are of its module and of enclosing functions, defaults and attributes of functions.
-    Methods call functions of their module, too.
+    They are of its module and of enclosing functions, defaults and attributes of functions, which
+    methods call, too. Functions of PyTorch's own optimizers keep none.
     """
     variables: list[tuple[str, Callable[[], Any]]] = []
     functions: list[Any] = []
     pending = [value for each in classes_of(kind) for value in vars(each).values()]
     for value in pending:  # which grows
         function = inspect.unwrap(getattr(value, "__func__", value))
-        if not inspect.isfunction(function) or function in functions:
+        is_own = str(getattr(function, "__module__", None)).startswith("torch.optim.")
+        if is_own or not inspect.isfunction(function) or function in functions:
             continue
         functions.append(function)
         for attribute in ("__dict__", "__defaults__", "__kwdefaults__"):
