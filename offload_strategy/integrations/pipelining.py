@@ -1,4 +1,4 @@
-"""Pipeline schedules of `torch.distributed.pipelining` (docs/pipelines.md): the last backward.
+"""Pipeline schedules of `torch.distributed.pipelining`: which backward is the last of a step.
 
 [Note: the last backward]
 Without hints an engine assumes that every backward is the last before `step()`. A schedule tells
