@@ -80,8 +80,8 @@ class OffloadEngine(EngineReports):
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
         by_default = "tiers" not in self.config.model_fields_set
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if by_default and found and has_memory_statistics(found):  # not if it shares the host's
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if by_default and kind and has_memory_statistics(kind):  # not if it shares the host's
             host = TierConfig(name="host", kind="dram", capacity=available_bytes() // 2)
             self.config = self.config.model_copy(update={"tiers": [host, *self.config.tiers]})
         if self.config.report is not None:
