@@ -283,7 +283,8 @@ class PlannedBudget(Budget):
     def _begin(self, items: int) -> None:
         memory = self._memory
         assert memory.meter is not None
-        self.limit_bytes, self._writes.store.pool.device_may_wait = memory.limit_bytes(), False
+        self.limit_bytes = memory.limit_bytes()
+        self._writes.store.pool.device_may_wait = False  # the plan fills the device up to its limit
         if memory.meter.counts_host_buffers:
             reuse_freed_memory()
             freed_memory.return_all()

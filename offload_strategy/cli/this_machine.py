@@ -142,8 +142,10 @@ def measured_cores(
         finally:
             torch.set_num_threads(threads)
         flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
-    source_tensor, target = torch.ones(2, _PARAMETERS)
-    copy_rate = target.nbytes / _fastest(lambda: target.copy_(source_tensor))
+    # Nothing of it may be left when the memory of the process is measured.
+    copy_rate = (4 * _PARAMETERS) / _fastest(
+        partial(torch.ones(_PARAMETERS).copy_, torch.ones(_PARAMETERS))
+    )
     # Measured even if it is given: the process takes more memory after it has trained a little.
     measured_rate = copy_rate / _COPIED_BYTES if quickly else _updates()
     freed_memory.return_all()

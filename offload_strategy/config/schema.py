@@ -117,8 +117,8 @@ class OptimizerConfig(_Client):
     its states, and rounded into the weight after every update. Numbers change."""
     gradient_memory: AutoOrSize = "auto"
     """Maximum host memory for gradients, and new weights of an accelerator, that wait for step()
-    with overlap: commit; it has both itself below its peak if no limit is planned for. Others wait
-    on the tiers. 'auto' is none if the CPU trains, in what is scarce, and else memory.pinned."""
+    with overlap: commit. Below its peak an accelerator keeps them, unless a plan limits its memory;
+    others wait on the tiers. 'auto': none if the CPU trains, else as much as memory.pinned."""
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
     the new weights to the others. Otherwise every process holds all states."""

@@ -100,9 +100,8 @@ class EngineWeights:
         checkpoint = safetensors_files.read_index(source)
         if stream is not None:
             self._check_weights_fit("load_weights", stream.unplaced_bytes(model, adopt=adopt))
-        file = partial(ExternalFile, tier="checkpoint")
-        with self._resources.files(file, keep=adopt) as queue_of:
-            loader = Loader(self._resources.store, stream, tiers, _device_for(model), queue_of)
+        with self._resources.files(partial(ExternalFile, tier="checkpoint"), keep=adopt) as queues:
+            loader = Loader(self._resources.store, stream, tiers, _device_for(model), queues)
             return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
     def save_weights(

@@ -67,8 +67,7 @@ class Resources:
         self.pid = os.getpid()
         self.config = config
         self.recorder = Recorder()
-        #: Whether nobody has asked for these tiers.
-        self.has_default_tiers = False
+        self.has_default_tiers = False  # whether nobody has asked for these tiers
         #: Bytes of the pool that do not belong to dram tiers.
         self.pinned_bytes = config.memory.pinned_bytes(
             available_bytes() // processes, accelerated=torch.accelerator.is_available()
@@ -119,6 +118,7 @@ class Resources:
     def note_device(self, device: torch.device) -> None:
         """Keep default tiers out of host memory if the CPU trains, which has all else there."""
         if self.has_default_tiers and device.type == "cpu":
+            self.pool.budget = self.pinned_bytes
             for tier in self.memory_tiers.values():
                 tier.capacity = 0
 

@@ -78,7 +78,7 @@ class BufferPool:
         self._scarce: int | None = None
         self._beyond = 0
         self._limit = IdleLimit()
-        self.device_may_wait = True  # for `step()` on a device, unless its memory is planned
+        self.device_may_wait = True  # whether tensors may wait for `step()` on their device
 
     # ------------------------------------------------------------------ limits of idle memory
     def keep_idle(self, nbytes: int) -> None:

@@ -130,21 +130,20 @@ def is_capturing_graph() -> bool:
 has_memory_statistics = is_asynchronous
 
 
-def _tensor_bytes(device: torch.device) -> dict[str, int]:
+def _tensor_bytes(device: torch.device, which: str) -> int:
     # `memory_allocated` makes a list of all that is counted, which takes seven times as long.
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    found: dict[str, int] = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
-    return found
+    return int(torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"][which])
 
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of tensors on a device."""
-    return _tensor_bytes(device)["current"]
+    return _tensor_bytes(device, "current")
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
     """Return the largest number of bytes of tensors since `reset_peak`."""
-    return _tensor_bytes(device)["peak"]
+    return _tensor_bytes(device, "peak")
 
 
 def reset_peak(device: torch.device) -> None:

@@ -34,6 +34,10 @@ WIDTH = 64
 #: A model and a batch whose saved tensors are much larger than its weights.
 SIZE = (256, 12) if DEVICE == "cuda" else (64, 12)
 BATCH = {"rows": 16, "length": 256} if DEVICE == "cuda" else {"rows": 16, "length": 128}
+#: Capacities of host memory before the disk: none, some, and enough for everything.
+HOSTS = [None, "1MiB", "1GiB"]
+#: With it, all weights are streamed.
+STREAMED = {"enabled": True, "min_size": 1}
 
 
 def new_stream(priority: int = 0) -> torch.Stream:

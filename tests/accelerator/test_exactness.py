@@ -17,6 +17,8 @@ from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import KiB, MiB
 from tests.accelerator.support import (
     DEVICE,
+    HOSTS,
+    STREAMED,
     Transformer,
     delays,
     loss_of,
@@ -41,9 +43,6 @@ from tests.training import (
     settings,
     weights,
 )
-
-#: Capacities of host memory before the disk: none, some, and enough for everything.
-HOSTS = [None, "1MiB", "1GiB"]
 
 
 # ---------------------------------------------------------------------- activations
@@ -420,39 +419,3 @@ def test_foreach_is_selected_for_a_whole_group_as_without_offload(disk, overlap,
         parameters=STREAMED if streamed else {"enabled": False},
     )
     same_with_and_without(run, config)
-
-
-# ---------------------------------------------------------------------- streamed weights
-STREAMED = {"enabled": True, "min_size": 1}
-
-
-def streamed(engine, building=False, **options):
-    """Five steps, then the weights; with `building`, they leave as soon as they are made."""
-    with engine.building() if engine is not None and building else nullcontext():
-        model = make(**options)
-    optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-2))
-    history = train(model, optimizer, range(5))
-    if engine is not None:
-        engine.close()
-    return [*history, weights(model)]
-
-
-@pytest.mark.parametrize(
-    ("host", "overlap", "recompute", "building"),
-    [
-        *in_turn(HOSTS, ["commit", "eager", "off"], [True, False], [False]),
-        *in_turn(HOSTS, ["eager", "off", "commit"], [False, True], [True, False]),
-    ],
-)
-def test_streamed_weights_are_the_same(disk, host, overlap, recompute, building):
-    config = settings(disk, host, parameters=STREAMED, optimizer={"overlap": overlap})
-    same_with_and_without(lambda engine: streamed(engine, building, recompute=recompute), config)
-
-
-def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk):
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    with OffloadEngine(settings(disk, parameters=STREAMED)) as engine:
-        engine.attach(model, device=torch.device(DEVICE))
-        assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
-        model(torch.ones(2, 64, device=DEVICE)).sum().backward()

@@ -89,7 +89,7 @@ class RetainedGradients:
     def __init__(self, store: TensorStore, tiers: Sequence[Tier], host: HostTier) -> None:
         self._store, self._host = store, host
         #: Whether those of the last update ahead of `step()` may stay on their device.
-        self._fit_on_device = False
+        self._fit = False
         self._tiers = [tier for tier in tiers if not tier.is_own_device]
         # Of gradients on the host, which are not in the store while they stay in memory.
         self._in_memory_bytes = 0
@@ -106,15 +106,14 @@ class RetainedGradients:
 
     def _stays(self, gradient: TensorMetadata) -> bool:
         fits = self._host.has_room(self._in_memory_bytes + gradient.nbytes)
-        return fits if gradient.device.type == "cpu" else self._fit_on_device
+        return fits if gradient.device.type == "cpu" else self._fit
 
     def memory_on_device(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for new weights on an accelerator if they fit below its peak."""
         device, nbytes = weights[0].device, 2 * sum(weight.nbytes for weight in weights)
-        if fit := is_asynchronous(device) and self._store.pool.device_may_wait:
-            fit = allocated_bytes(device) + nbytes <= peak_allocated_bytes(device)
-        self._fit_on_device = fit
-        return [torch.empty_like(each) for each in weights] if fit else None
+        may_stay = is_asynchronous(device) and self._store.pool.device_may_wait
+        self._fit = may_stay and allocated_bytes(device) + nbytes <= peak_allocated_bytes(device)
+        return [torch.empty_like(each) for each in weights] if self._fit else None
 
     def memory_of(
         self, gradients: Sequence[tuple[torch.Tensor, GradientBacking]]
@@ -154,7 +153,7 @@ class RetainedGradients:
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""
-        self._in_memory_bytes, self._fit_on_device = 0, False
+        self._in_memory_bytes, self._fit = 0, False
 
 
 class CommittedUpdates(BackwardOverlap):
@@ -195,11 +194,11 @@ class CommittedUpdates(BackwardOverlap):
         edits = self._prediction.predicted
         ready = {index: subgroup.slices[index] for index in sorted(subgroup.ready)}
         memory = None
-        whole = [s.parameter for s in ready.values() if s.rows is None]
-        if len(whole) == len(ready) and not self._updater.weights.streams:
-            memory = self._retained.memory_of([(each, self._taken[each]) for each in whole])
-        if memory is None and not self._updater.weights.streams:
-            memory = self._retained.memory_on_device([each.values for each in ready.values()])
+        if not self._updater.weights.streams:
+            whole = [s.parameter for s in ready.values() if s.rows is None]
+            if len(whole) == len(ready):
+                memory = self._retained.memory_of([(each, self._taken[each]) for each in whole])
+            memory = memory or self._retained.memory_on_device([s.values for s in ready.values()])
         gradients = {}
         for index, param_slice in ready.items():
             gradient = param_slice.of(self._taken[param_slice.parameter].raw())
