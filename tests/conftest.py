@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import threading
 import weakref
@@ -24,7 +25,12 @@ os.environ["SSD_OFFLOAD_CACHE"] = ""
 _usual = "cuda" if torch.cuda.is_available() else "none"
 TEST_ACCELERATOR = os.environ.setdefault("TEST_ACCELERATOR", _usual)
 if TEST_ACCELERATOR == "sim":
-    from tests.simulated_accelerator import sim  # noqa: F401
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    if shutil.which(get_cxx_compiler()) is None:
+        TEST_ACCELERATOR = os.environ["TEST_ACCELERATOR"] = "none"
+    else:
+        from tests.simulated_accelerator import sim  # noqa: F401
 
 _stores: list[weakref.ref[TensorStore]] = []
 _make_store = TensorStore.__init__

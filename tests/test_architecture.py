@@ -64,6 +64,14 @@ def test_only_the_store_tells_kinds_of_tiers_apart():
         assert in_store or not probe.search(file.read_text()), file
 
 
+def test_only_one_file_tells_kinds_of_accelerators_apart():
+    kinds = re.compile(r"""["'](cuda|xpu|mps|hpu)["']""")
+    named = {
+        str(file.relative_to(PACKAGE)) for file in source_files() if kinds.search(file.read_text())
+    }
+    assert named == {"torch_support/accelerator.py"}
+
+
 def test_the_glossary_is_short():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     glossary = text.partition("## Glossary")[2].partition("\n## ")[0]

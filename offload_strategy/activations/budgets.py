@@ -13,6 +13,8 @@ Three rules, of which each sees what the others cannot:
   the time that was lost: all of that if the pass before waited too; the first time may be chance
   (another process, a disk that paused), so that most stays allowed. Later more again, ever sooner.
 
+What stays by these rules leaves all the same if there is no memory for it: training waits then.
+
 [Note: writes per day]
 All that is written counts, over the whole run. At the start of a forward pass activations get what
 the budget allows until its end (it takes as long as the one before), less what was written and what
@@ -24,17 +26,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from timeit import default_timer as perf_counter
 
 import torch
 
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.tier_writes import CLIENT, TierWrites
-from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.telemetry import Direction, get_logger
-from offload_strategy.torch_support import accelerator
 from offload_strategy.units import SECONDS_PER_DAY, MiB, format_size
 
 logger = get_logger(__name__)
@@ -61,9 +61,11 @@ _CHANCE = 0.2
 _GROWTH = 0.02
 #: Steps after which the amount is told.
 _SETTLED = 5
-#: Share of the memory that is free when a pass begins, which what is not written may take; the rest
-#: is for what backward needs besides.
-_KEPT_SHARE = 0.5
+#: Share of the memory that was free at most, which what stays by a budget may take (the rest is for
+#: what backward needs besides), and by what that counts less at each later look.
+_KEPT_SHARE, _FORGETTING = 0.7, 0.98
+#: So many stay without a look at the memory, which takes a fraction of a millisecond.
+_UNMEASURED_BYTES = 32 * MiB
 
 
 class Budget:
@@ -159,8 +161,7 @@ class AutomaticBudget(Budget):
         write, read = self._writes.rate(write=True), self._writes.rate(write=False)
         if idle is None or not write or not read:
             return False
-        round_trip = (backlog + nbytes) / write + nbytes / read
-        return idle < min(_SOON * self._step_seconds, round_trip)
+        return idle < min(_SOON * self._step_seconds, (backlog + nbytes) / write + nbytes / read)
 
     def _room(self, nbytes: int) -> int:
         """Return the bytes that may wait to be written before an item of so many."""
@@ -236,12 +237,9 @@ class WriteBudget:
         self._started_at = self._pass_began = perf_counter()
         self._passes = 0
         self._room = math.inf
-        #: Bytes that may stay in this pass although they were to leave; None until it is asked.
-        self._memory_room: float | None = None
 
     def begin_pass(self) -> None:
         """Note that a forward pass begins."""
-        self._memory_room = None
         now, passes = perf_counter(), self._passes
         until = 2 * now - self._pass_began - self._started_at
         self._pass_began, self._passes = now, passes + 1
@@ -263,14 +261,33 @@ class WriteBudget:
         self._room -= nbytes
         return True
 
-    def may_stay(self, nbytes: int, device: torch.device) -> bool:
-        """Return whether the device has memory for an item that is not written, and count it."""
-        if self._memory_room is None:
-            if accelerator.has_memory_statistics(device):
-                # What the allocator has and no tensor uses is free, too.
-                free = accelerator.available_bytes(device) - accelerator.allocated_bytes(device)
-            else:
-                free = available_bytes()
-            self._memory_room = _KEPT_SHARE * free
-        self._memory_room -= nbytes
-        return self._memory_room >= 0
+
+class FreeMemory:
+    """Memory for what stays in a forward pass although it would leave if that cost nothing.
+
+    What is free of each device, but for a share of the most that was free lately.
+    """
+
+    def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
+        self._free_bytes = free_bytes
+        self._unmeasured = 0
+        self._most: dict[torch.device, float] = {}
+        # What is left in this pass, once it is known.
+        self._rooms: dict[torch.device, float] = {}
+
+    def begin_pass(self) -> None:
+        """Note that a forward pass begins."""
+        self._rooms.clear()
+
+    def takes(self, nbytes: int, device: torch.device) -> bool:
+        """Return whether so many bytes more may stay, and count them."""
+        room = self._rooms.get(device)
+        if room is None:
+            self._unmeasured += nbytes
+            if self._unmeasured <= _UNMEASURED_BYTES:
+                return True
+            self._unmeasured, free = 0, self._free_bytes(device)
+            most = self._most[device] = max(free, _FORGETTING * self._most.get(device, 0))
+            room = free - (1 - _KEPT_SHARE) * most
+        self._rooms[device] = room - nbytes if nbytes <= room else room
+        return nbytes <= room

@@ -60,8 +60,7 @@ class DeviceEvents:
 
         Last are the seconds of all waits.
         """
-        waits = (elapsed_seconds(*wait) for wait in self._waits)
-        waited = list(accumulate(waits, initial=0.0))
+        waited = list(accumulate((elapsed_seconds(*wait) for wait in self._waits), initial=0.0))
         times = [(elapsed_seconds(first, event), waited[before]) for event, before in self.items]
         return times, waited[-1]
 

@@ -163,8 +163,7 @@ def reach_of_base(tensor: torch.Tensor, own: range) -> range:
         return range(tensor.untyped_storage().nbytes())
     if base.layout is not torch.strided or base.numel() == 0:
         return own
-    same = base.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-    return reach(base) if same else own
+    return reach(base) if base.untyped_storage()._cdata == tensor.untyped_storage()._cdata else own
 
 
 # ---------------------------------------------------------------------- what stays

@@ -116,8 +116,7 @@ class _Scopes:
         if calls:
             leave_interrupted_calls(module, beginning=1)
         # What a checkpointed region computes again inside backward is needed at once.
-        recomputes = torch._C._current_graph_task_id() != -1
-        trains = torch.is_grad_enabled() and not recomputes
+        trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if trains and is_capturing_graph():
             raise OffloadError(
                 f"the forward pass of {type(module).__name__} is being captured into a CUDA graph, "

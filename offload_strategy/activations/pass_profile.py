@@ -150,7 +150,8 @@ class PassProfiler:
             others = [(at, self.baseline.after(event)) for at, event in events]
         # A path that was never busy moves at least what is offloaded in a pass.
         least = max(1.0, 2 * trace.left_bytes / max(step, 1e-6))
-        read, write = (self.writes.rate(write=write) or least for write in (False, True))
+        link = self.writes.copy_rate() if self.writes.has_room_in_memory(trace.left_bytes) else None
+        read, write = (link or self.writes.rate(write=write) or least for write in (False, True))
         return Profile(
             forward_seconds=min(max(0.0, min(used.values())), step),
             step_seconds=step,

@@ -26,7 +26,7 @@ from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory, reuse_freed_memory
 from offload_strategy.host_memory.idle_memory import RETURN_SHARE, TrimmingNearLimit
-from offload_strategy.host_memory.memory_limits import PeakMeter
+from offload_strategy.host_memory.memory_limits import PeakMeter, free_bytes
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
     GivenPlan,
@@ -95,6 +95,12 @@ class MemoryLimit:
         if self.nbytes is not None:
             return self.nbytes
         return int(_FREE_SHARE * self.meter.total_bytes(self.processes))
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the free bytes of a device, within the limit if that is measured there."""
+        if self.meter is not None and self.meter.device == device:
+            return self.limit_bytes() - self.meter.used_bytes()
+        return free_bytes(device)
 
 
 class PlannedBudget(Budget):
@@ -234,8 +240,7 @@ class PlannedBudget(Budget):
         """See `Budget.room`."""
         if self._profiler.baseline is None:
             return None
-        room = self._room_from(trace, len(trace.uses) - 1)
-        return max(0, room - self._items_bytes(trace))
+        return max(0, self._room_from(trace, len(trace.uses) - 1) - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
     def _certainly_fits(self, nbytes: int, trace: Trace) -> bool:
@@ -342,8 +347,7 @@ class PlannedBudget(Budget):
         fuller = baseline.correction - self._planned_for
         worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
         if per_event or worth or over.signature not in self._leaves:
-            ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
-            self._make_plan(timed, ended_at)
+            self._make_plan(timed, timed.uses[-1][1] + (trace.started_at - over.uses[-1][1]))
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Return whether an item is offloaded by the plan or a file; None if neither knows it."""

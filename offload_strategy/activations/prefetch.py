@@ -315,8 +315,9 @@ class Prefetcher:
             return
         limit, room = self._limit_bytes, self._budget.room(record.trace)
         if limit is None:
-            # Kept items that were used have freed memory.
-            limit = max(AUTO_BYTES, record.released_bytes) if room is None else room
+            # Kept items that were used have freed memory; a device has its loads in host memory.
+            ahead = 2 * record.largest if record.trace.on_device else AUTO_BYTES
+            limit = max(AUTO_BYTES, ahead, record.released_bytes) if room is None else room
         looks = room is not None or self._may_load(record, place, limit)
         if looks and self._fetch(record, place, limit):
             self._fetch_next_record(record, limit - record.loaded_bytes)
@@ -338,8 +339,7 @@ class Prefetcher:
         """Return when loads of so many bytes must begin in order to be over at `due`."""
         rate = self._loads.rate
         # At an unknown rate nothing can wait.
-        seconds = nbytes / rate if rate else math.inf
-        return due - _LATENCY_SECONDS - self._margin * seconds
+        return due - _LATENCY_SECONDS - self._margin * (nbytes / rate if rate else math.inf)
 
     def _fetch(self, record: ForwardRecord, place: int, limit: int) -> bool:
         """Prefetch items after a place; return whether those are all that are left."""

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.budgets import AutomaticBudget, Budget, WriteBudget
+from offload_strategy.activations.budgets import AutomaticBudget, Budget, FreeMemory, WriteBudget
 from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.activations.eligibility import (
     UnsupportedTensors,
@@ -62,7 +62,7 @@ class ActivationOffload:
     """Offloads what autograd saves inside `forward()`, except for weights and what is small.
 
     `budget`: bytes (int) or share (float) that may leave in a pass; None for all, "auto" for what
-    can be hidden (SSDTrain, section 3.1); `plan_within` decides instead if it is given.
+    can be hidden (SSDTrain, section 3.1); a plan within `memory` decides instead if it `plans`.
     `prefetch_bytes` is how far ahead of backward to load; None to load by time. What is over
     `write_budget` stays, as far as there is memory for it. `verify` compares unpacked tensors with
     the originals, which stay in memory.
@@ -79,7 +79,8 @@ class ActivationOffload:
         budget: int | float | Literal["auto"] | None = "auto",
         prefetch_bytes: int | None = None,
         most_backlog: int,
-        plan_within: MemoryLimit | None = None,
+        memory: MemoryLimit,
+        plans: bool = False,
         write_budget: WriteBudget | None = None,
         verify: bool = False,
     ) -> None:
@@ -97,13 +98,15 @@ class ActivationOffload:
         #: The budget, if it goes by a plan.
         self.planned: PlannedBudget | None = None
         self._budget: Budget
-        if plan_within is not None:
-            self._budget = self.planned = PlannedBudget(plan_within, self.profiler)
+        if plans:
+            self._budget = self.planned = PlannedBudget(memory, self.profiler)
         elif budget == "auto":
             self._budget = AutomaticBudget(self._writes, most_backlog)
         else:
             self._budget = Budget(budget)
         self._write_budget = write_budget
+        # What is not admitted stays as far as there is memory for it, unless so many are to leave.
+        self._memory, self._spares = FreeMemory(memory.free_bytes), budget == "auto" and not plans
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
@@ -162,6 +165,7 @@ class ActivationOffload:
         if self._min_size < sys.maxsize:
             other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
+        self._memory.begin_pass()
         if self._write_budget is not None:
             self._write_budget.begin_pass()
         self._writes.store.pass_begins()
@@ -241,8 +245,7 @@ class ActivationOffload:
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            stays = item.ticket is None and item.payload is None
-            kind = KeptItem if stays else OffloadedTensor
+            kind = KeptItem if item.ticket is None and item.payload is None else OffloadedTensor
             return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
@@ -272,7 +275,9 @@ class ActivationOffload:
             in_memory = self._writes.has_room_in_memory(nbytes)  # of a tier, where nothing wears
             within = in_memory or self._write_budget.admits(nbytes)
             stays = not within and self._budget.may_stay(trace)
-            leaves = not (stays and self._write_budget.may_stay(nbytes, device))
+            leaves = not (stays and self._memory.takes(nbytes, device))
+        elif not leaves and self._spares:
+            leaves = not self._memory.takes(nbytes, device)
         trace.memory_saved.append(trace.alive_bytes())
         if not leaves:
             self._kept_bytes += nbytes

@@ -226,8 +226,7 @@ class ScratchTensor:
         assert given == rows or like.is_contiguous(), "its rows are not contiguous in memory"
         begin = self.offset + start_row * like.shape[1:].numel() * dtype.itemsize
         # A view if the values have the same memory order.
-        flat = values.detach().permute(order).reshape(-1)
-        self.file.write(begin, flat, dtype)
+        self.file.write(begin, values.detach().permute(order).reshape(-1), dtype)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor with its own storage; afterwards nothing can be reserved or filled."""

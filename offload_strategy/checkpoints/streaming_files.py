@@ -135,8 +135,7 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
 
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary files of this target whose writers have ended."""
-    pattern = glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL
-    for path in target.parent.glob(pattern):
+    for path in target.parent.glob(glob.escape(_prefix(target)) + "[0-9a-f]" * 16 + _PARTIAL):
         # It may belong to another user, or be removed meanwhile.
         with suppress(OSError), FileIO(os.open(path, os.O_RDWR | os.O_NOFOLLOW)) as file:
             if _lock(file.fileno(), wait=False):

@@ -113,15 +113,15 @@ def check_memory(
     `limit` is that of the memory cgroup, if it has one; all figures are in bytes.
     """
     tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
-    need = (config.memory.pinned_bytes(available // processes) + tiers) * processes
+    has_gpu = torch.accelerator.is_available()
+    pinned = config.memory.pinned_bytes(available // processes, accelerated=has_gpu)
+    need = (pinned + tiers) * processes
     most = min(total, limit or total)
     has = f"{format_size(total)} of main memory, {format_size(available)} available"
     if limit is not None and limit < total:
         has += f", memory cgroup limit {format_size(limit)}"
-    wants = f"the config takes up to {format_size(need)}"
-    if processes > 1:
-        wants += f" ({processes} processes)"
-    found = f"{has}; {wants}"
+    several = f" ({processes} processes)" if processes > 1 else ""
+    found = f"{has}; the config takes up to {format_size(need)}{several}"
     lower = "lower memory.pinned or the capacity of dram tiers"
     if need >= most:
         return Check("memory", PROBLEM, found, f"{lower}, or the process will be killed")

@@ -180,8 +180,7 @@ def fitting(nothing: SearchResult) -> Iterator[str]:
     batch = bisect.bisect_left(
         batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
     )
-    nearest = min(nothing.refused, key=lambda placement: placement.shortage)
-    for what, needed, has in nearest.fits:
+    for what, needed, has in min(nothing.refused, key=lambda placement: placement.shortage).fits:
         if needed > has:
             yield f"{what} is {format_size(needed - has)} too small"
     yield f"a batch of {batch} fits" if batch else "not even a batch of 1 fits"
@@ -230,8 +229,7 @@ def machine_growth(found: SearchResult) -> dict[int, SearchResult]:
     if isinstance(request, CpuRequest) or most == 1:
         return {}
     fewer = [1 << k for k in range((most - 1).bit_length())]
-    tried = {n: search(replace(request, machines=n), found.space) for n in fewer}
-    return tried | {most: found}
+    return {n: search(replace(request, machines=n), found.space) for n in fewer} | {most: found}
 
 
 def growth_as_dict(growth: dict[int, SearchResult]) -> dict[str, Any]:

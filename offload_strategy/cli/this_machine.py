@@ -190,8 +190,7 @@ def _updates() -> float:
     """Measure the parameters that a fused AdamW updates in a second."""
     weight = nn.Parameter(torch.zeros(_PARAMETERS))
     weight.grad = torch.ones(_PARAMETERS)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    return _PARAMETERS / _fastest(optimizer.step)
+    return _PARAMETERS / _fastest(torch.optim.AdamW([weight], fused=True).step)
 
 
 def _fastest(run: Callable[[], object]) -> float:

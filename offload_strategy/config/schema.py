@@ -117,7 +117,7 @@ class OptimizerConfig(_Client):
     its states, and rounded into the weight after every update. Numbers change."""
     gradient_memory: AutoOrSize = "auto"
     """Maximum host memory for gradients, and new weights of an accelerator, that wait for step()
-    with overlap: commit. Below its peak an accelerator keeps them, unless a plan limits its memory;
+    with overlap: commit. An accelerator keeps as much as backward frees, unless a plan limits it;
     others wait on the tiers. 'auto': none if the CPU trains, else as much as memory.pinned."""
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
@@ -150,7 +150,7 @@ class IOConfig(Section):
     """What moves the bytes: 'posix' is direct I/O on threads and runs everywhere; 'kvikio' is
     GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
     deepspeed, libaio and a compiler), which does not report errors and therefore needs
-    checksum: full. 'auto' is kvikio where cuFile has a working driver, else posix."""
+    checksum: full. 'auto' is posix: what kvikio moves is not paced by the device."""
     threads: Count = Field(default=4, ge=1, le=256)
     """Threads per path and direction. The default is lower on machines with fewer cores, but at
     least two."""

@@ -92,8 +92,7 @@ class AutomaticChoice:
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
         ):
             return False
-        meter = self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), meter.used_bytes()
+        used, limit = self.limit.measure(parameters[0]).used_bytes(), self.limit.limit_bytes()
         upcoming = self._window_bytes(parameters) + int(_WORKSPACE_SHARE * limit)
         self._decided["parameters"] = streams = used + upcoming > limit
         if streams:
@@ -116,8 +115,7 @@ class AutomaticChoice:
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swap(on_host=on_host)
             return False
-        meter = self.limit.measure(parameters[0])
-        limit, used = self.limit.limit_bytes(), meter.used_bytes()
+        used, limit = self.limit.measure(parameters[0]).used_bytes(), self.limit.limit_bytes()
         states = (value for state in optimizer.state.values() for value in state.values())
         loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)

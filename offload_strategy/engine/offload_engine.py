@@ -37,7 +37,7 @@ from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
 from offload_strategy.plan_runtime.lifetime_plan import load_plan
 from offload_strategy.plan_runtime.profile import check_writable
 from offload_strategy.telemetry import get_logger
-from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
+from offload_strategy.torch_support.accelerator import has_memory_statistics
 from offload_strategy.torch_support.interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
@@ -89,8 +89,7 @@ class OffloadEngine(EngineReports):
         given = self.config.planning.plan
         plan = None if given is None else load_plan(given)  # before anything is open
         if processes is None:
-            in_group = dist.is_available() and dist.is_initialized()
-            processes = local_processes() if in_group else 1
+            processes = local_processes() if dist.is_available() and dist.is_initialized() else 1
         self._resources = Resources(self.config.divided(processes), processes)
         self._resources.has_default_tiers = by_default
         self._recorder = self._resources.recorder
@@ -286,11 +285,9 @@ class OffloadEngine(EngineReports):
         if self._choice.limit.nbytes is not None:
             return
         sent = self._recorder.client_bytes
-        moved = sent["activations", "written"] + sent["activations", "forwarded"]
+        moved = sum(sent["activations", how] for how in ("written", "forwarded"))
         moved += self._optimizers.state_bytes
-        on_device = has_memory_statistics(self._device)
-        each = self._choice.limit.processes
-        free = free_bytes(self._device) if on_device else available_bytes() // each
+        free = self._choice.limit.free_bytes(self._device)
         if 0 < moved * _FREE_MEMORY_FACTOR <= free:
             logger.info(
                 f"offload is not needed here: the {format_size(moved)} that it moves would fit "
@@ -366,6 +363,7 @@ class OffloadEngine(EngineReports):
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self._resources.pinned_bytes,
             write_budget=WriteBudget(budgets, self._resources.store) if budgets else None,
-            plan_within=self._choice.limit if self._choice.plans_activations() else None,
+            memory=self._choice.limit,
+            plans=self._choice.plans_activations(),
             verify=section.verify,
         )

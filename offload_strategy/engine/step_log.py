@@ -193,8 +193,7 @@ def _host_room(resources: Resources, state_bytes: int) -> tuple[float, int]:
     States are there all the time, and come first.
     """
     states = _memory_tiers(resources.clients.get("optimizer", []))
-    capacity = sum(tier.capacity for tier in states)
-    share = min(1.0, capacity / state_bytes) if state_bytes else 0.0
+    share = min(1.0, sum(tier.capacity for tier in states) / state_bytes) if state_bytes else 0.0
     tiers = _memory_tiers(resources.clients["activations"])
     taken = int(share * state_bytes) if any(tier in states for tier in tiers) else 0
     return share, max(0, sum(tier.capacity for tier in tiers) - taken)

@@ -187,9 +187,7 @@ class FreedMemory:
 
     def nbytes(self) -> int:
         """Return how many bytes a request for memory finds there, as far as is known."""
-        if not self.is_known:
-            return 0
-        return self.note_reuse() - self._returned_bytes
+        return self.note_reuse() - self._returned_bytes if self.is_known else 0
 
     def note_reuse(self) -> int:
         """Note how much of what was returned is in use again; return all bytes that are free."""

@@ -99,6 +99,13 @@ def _occupied_bytes(cgroup: Path, occupied: tuple[str, ...]) -> int:
     return 0
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device that this process may still use."""
+    if accelerator.has_memory_statistics(device):
+        return accelerator.available_bytes(device) - accelerator.allocated_bytes(device)
+    return available_bytes()
+
+
 class PeakMeter:
     """Tells what a device, or the process where that is the CPU, had in memory at most.
 
@@ -116,7 +123,8 @@ class PeakMeter:
         self.resets = True
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device that is measured."""
         parameter = self._parameter()
         if parameter is not None:
             self._latest_device = parameter.device
@@ -125,12 +133,12 @@ class PeakMeter:
     @property
     def counts_host_buffers(self) -> bool:
         """Whether buffers in host memory are of this memory."""
-        return self._device.type == "cpu"
+        return self.device.type == "cpu"
 
     def reset_peak(self) -> None:
         """Begin a new peak."""
-        if accelerator.has_memory_statistics(self._device):
-            accelerator.reset_peak(self._device)
+        if accelerator.has_memory_statistics(self.device):
+            accelerator.reset_peak(self.device)
             return
         try:
             (self._proc / "clear_refs").write_text("5")
@@ -139,8 +147,8 @@ class PeakMeter:
 
     def peak_bytes(self) -> int:
         """Bytes at most since `reset_peak`."""
-        if accelerator.has_memory_statistics(self._device):
-            return accelerator.peak_allocated_bytes(self._device)
+        if accelerator.has_memory_statistics(self.device):
+            return accelerator.peak_allocated_bytes(self.device)
         with suppress(OSError):
             for line in (self._proc / "status").read_text().splitlines() if self.resets else ():
                 if line.startswith("VmHWM:"):
@@ -149,8 +157,8 @@ class PeakMeter:
 
     def used_bytes(self) -> int:
         """Bytes at this moment, without those of freed tensors as far as they are known."""
-        if accelerator.has_memory_statistics(self._device):
-            return accelerator.allocated_bytes(self._device)
+        if accelerator.has_memory_statistics(self.device):
+            return accelerator.allocated_bytes(self.device)
         return resident_bytes() - (freed_memory.nbytes() if self.counts_freed else 0)
 
     @property
@@ -169,6 +177,6 @@ class PeakMeter:
 
     def total_bytes(self, processes: int) -> int:
         """Bytes that this process can have in all, one of so many on the machine."""
-        if accelerator.has_memory_statistics(self._device):
-            return accelerator.available_bytes(self._device)
+        if accelerator.has_memory_statistics(self.device):
+            return accelerator.available_bytes(self.device)
         return available_bytes() // processes + resident_bytes()

@@ -232,8 +232,7 @@ class BufferPool:
         lent = parts.acquire(nbytes, size, self.budget - self._held)
         if lent is None:
             self._trim(self.budget - size, self._idle_at_most)
-            room = size if beyond_budget else self.budget - self._held
-            lent = parts.acquire(nbytes, size, room)
+            lent = parts.acquire(nbytes, size, size if beyond_budget else self.budget - self._held)
         return lent
 
     def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:

@@ -269,8 +269,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         self._state.write_back()
-        subgroups = self._current_subgroups()
-        states = self._rank_shards.states(subgroups, "optimizer.state_dict()")
+        states = self._rank_shards.states(self._current_subgroups(), "optimizer.state_dict()")
         own = self.inner.state
         try:
             # In the order of the groups, like the plain optimizer.

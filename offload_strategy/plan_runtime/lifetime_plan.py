@@ -222,8 +222,7 @@ class _Planner:
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            written = self._writes.after(move.leaves_at, move.nbytes)
-            self._book(move, written, back, hidden=False)
+            self._book(move, self._writes.after(move.leaves_at, move.nbytes), back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
 
     def _best(self, *, hidden: bool) -> Iterator[tuple[PlannedMove, _Offer]]:

@@ -214,8 +214,7 @@ class _Replay:
                 at = min(life.held_until, step)
                 events.append((at, _Kind.FREE, partial(self._release, tensor)))
         for number, at in self._fetches.items():
-            fetch = partial(self._fetch, self._tensors[number])
-            events.append((min(at, step), _Kind.FETCH, fetch))
+            events.append((min(at, step), _Kind.FETCH, partial(self._fetch, self._tensors[number])))
         before = profile.baseline[-1][1]
         for at, nbytes in profile.baseline:
             grows, before = nbytes - before, nbytes

@@ -90,8 +90,7 @@ class TransformerShape:
         """Elements of each matrix of a layer; with `crosses` it attends to an encoder as well."""
         h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
         attention = [h * q, h * kv, h * kv, q * h]
-        feed_forward = (3 if self.gated else 2) * [h * f]
-        return (2 if crosses else 1) * attention + feed_forward
+        return (2 if crosses else 1) * attention + (3 if self.gated else 2) * [h * f]
 
     @property
     def end_parameters(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 12 * MiB
+#: How often to look whether a device has reached an event, before a path may write.
+_POLL_SECONDS = 0.0002
 #: Tensors that are many, the largest staging buffer for them, and by how much more they may lie
 #: apart than they are large together.
 _MANY = 8
@@ -109,7 +112,7 @@ class CopyEngine:
         if after is not None:
             outgoing.wait_event(after)
         begun = torch.Event(self.device, enable_timing=True)
-        done = torch.Event(self.device, enable_timing=True, blocking=True)
+        done = torch.Event(self.device, enable_timing=True)
         with using_stream(outgoing):
             begun.record(outgoing)
             _copy_together(sources, hosts, to_host=True)
@@ -195,7 +198,8 @@ class CopyEngine:
         kept = [move.keep_alive for move in moves]
 
         def when_reached(_: object = kept) -> None:
-            event.synchronize()
+            while not event.query():  # `synchronize` takes a core: CUDA's events spin
+                time.sleep(_POLL_SECONDS)
             for move in moves:
                 move.submit()
 
@@ -206,7 +210,7 @@ class CopyEngine:
 
     def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
-        event = torch.Event(self.device, blocking=True)
+        event = torch.Event(self.device)
         event.record(compute or current_stream(self.device))
         return event
 

@@ -175,6 +175,4 @@ class Reader(StorePart):
         payload = memory[entry.begin :]
         if entry.begin % ALIGNMENT_BYTES and entry.device.type == "cpu":
             return self.allocate_now(entry.nbytes, pinned=False).copy_(payload)
-        if entry.begin and entry.device.type == "cpu":
-            return with_own_storage(payload)
-        return payload
+        return with_own_storage(payload) if entry.begin and entry.device.type == "cpu" else payload

@@ -126,8 +126,10 @@ def is_capturing_graph() -> bool:
 
 
 # ---------------------------------------------------------------------- memory of a device
-#: Whether the device's allocator counts bytes.
-has_memory_statistics = is_asynchronous
+def has_memory_statistics(device: torch.device) -> bool:
+    """Return whether the device's allocator counts bytes; one that was plugged in does not."""
+    plugged = device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable"
+    return is_asynchronous(device) and not plugged
 
 
 def _tensor_bytes(device: torch.device, which: str) -> int:
@@ -151,14 +153,14 @@ def reset_peak(device: torch.device) -> None:
     get_device_module(device).reset_peak_memory_stats(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that no process uses."""
-    return int(get_device_module(device).mem_get_info(device)[0])
-
-
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has or may still allocate on a device."""
-    return free_bytes(device) + int(get_device_module(device).memory_reserved(device))
+    """Return the bytes that this process has, or may still allocate within its memory fraction."""
+    module = get_device_module(device)
+    free, total = module.mem_get_info(device)
+    allowed = (
+        module.get_per_process_memory_fraction(device) if device.type in ("cuda", "xpu") else 1
+    )
+    return int(min(free + module.memory_reserved(device), allowed * total))
 
 
 # ---------------------------------------------------------------------- pinned host memory

@@ -13,7 +13,7 @@ from tests.accelerator.support import DEVICE, device_module
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if DEVICE == "none":
-        pytest.skip("needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim")
+        pytest.skip("needs CUDA, or TEST_ACCELERATOR=sim and a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,14 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadConfig
 from offload_strategy.activations import budgets
-from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, Budget
+from offload_strategy.activations.budgets import (
+    ALLOWANCE,
+    AutomaticBudget,
+    Budget,
+    FreeMemory,
+)
 from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.prefetch import UseOrderHistory
 from offload_strategy.engine import metrics as engine_metrics
 from offload_strategy.units import GiB, MiB
@@ -125,6 +131,55 @@ def test_less_leaves_after_a_backward_that_waited_and_more_again_later(read, pas
         budget.learn(step(1000 * MiB, left * MiB, waited=waited))
         trace = Trace()
         assert sum(offer(budget, 10 * MiB, trace) for _ in range(100)) == expected
+
+
+def test_what_is_kept_leaves_a_part_of_the_most_that_was_free(monkeypatch):
+    monkeypatch.setattr(budgets, "_UNMEASURED_BYTES", 30)
+    free = {torch.device("cpu"): 200, torch.device("meta"): 10_000}
+    memory = FreeMemory(free.__getitem__)
+
+    def one_pass(kind="cpu"):
+        memory.begin_pass()
+        return "".join("-+"[memory.takes(30, torch.device(kind))] for _ in range(6))
+
+    assert one_pass() == "+++++-"  # 30 bytes unseen, then 140 of 200
+    free[torch.device("cpu")] = 100  # as other passes have what they kept
+    assert one_pass() == "++----"  # 59 must stay free
+    assert one_pass("meta") == "++++++"
+    free[torch.device("cpu")] = 400
+    assert one_pass() == "++++++"
+
+
+def test_many_small_passes_before_one_backward_are_seen_as_well(monkeypatch):
+    monkeypatch.setattr(budgets, "_UNMEASURED_BYTES", 100)
+    memory, kept = FreeMemory(lambda _: 0), 0
+    for _ in range(100):
+        memory.begin_pass()
+        kept += memory.takes(30, torch.device("cpu"))
+    assert kept <= 75  # and not all of them: there is nothing free at any look
+
+
+@pytest.mark.parametrize("free", [0, GiB])
+def test_what_cannot_be_hidden_leaves_if_there_is_no_memory_for_it(disk, free, monkeypatch):
+    monkeypatch.setattr(budgets, "_UNMEASURED_BYTES", 0)
+    monkeypatch.setattr(MemoryLimit, "free_bytes", lambda *_: free)
+    monkeypatch.setattr(AutomaticBudget, "admits", lambda *_: False)
+    sections = {"activations": {"budget": "auto"}, "optimizer": {"enabled": False}}
+
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(16) for _ in range(2)))
+        if engine is not None:
+            engine.attach(model)
+        return backward_history(
+            model,
+            lambda step: model(noise(8, 16, 16, seed=step)).square().mean(),
+            between=lambda: None if engine is None else on_disk(engine),
+        )
+
+    figures = same_with_and_without(run, settings(disk, **sections))
+    saved, left = (figures[f"offload/activations/step_{kind}_bytes"] for kind in ("saved", "left"))
+    assert (left, saved > 0) == (0 if free else saved, True)
 
 
 class Link(SlowPath):
@@ -378,7 +433,8 @@ def test_what_must_move_goes_on_and_is_told_once(training, missing, caplog, monk
     if missing == "room within the limit":
         monkeypatch.setattr(Budget, "may_stay", lambda *_: False)
     elif missing == "free memory":
-        monkeypatch.setattr(budgets, "available_bytes", lambda: 0)
+        monkeypatch.setattr(budgets, "_UNMEASURED_BYTES", 0)
+        monkeypatch.setattr(MemoryLimit, "free_bytes", lambda *_: 0)
     training.run(training.config(states / 4), steps=20)
     (told,) = [one.message for one in caplog.records if "writes_per_day" in one.message]
     assert told.startswith("tier nvme: this process has written")

@@ -1,6 +1,6 @@
 """How the kvikio backend uses its library; what the library does is tested where it runs.
 
-The stand-in below has the interface of kvikio 25.10 (CuFile, defaults, cufile_driver) and moves the
+The stand-in below has the interface of kvikio 25.10 (CuFile, defaults) and moves the
 bytes of host memory, which CUDA, played here as well, takes for the device's.
 """
 
@@ -18,9 +18,13 @@ import torch
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import kvikio as backend_module
-from offload_strategy.io.backends.kvikio import KvikioBackend
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import available_backends, create_backend
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.region import Region
+from offload_strategy.store.tiers import PathTier
+from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
 from tests.support import raising
@@ -71,13 +75,11 @@ class Library:
     def __init__(self):
         self.settings: dict[str, Any] = {"num_threads": 1, "gds_threshold": 1 * MiB}
         self.compatibility_mode = False
-        self.gds = True
         self.open_files: list[CuFile] = []
         self.moved: list[tuple[str, int, int, int]] = []
         self.device: set[range] = set()
         self.short = 0
         self.error: str | None = None
-        self.driver = SimpleNamespace(get=lambda name: {"is_gds_available": self.gds}[name])
         defaults = SimpleNamespace(
             get=self.settings.__getitem__,
             set=self.settings.__setitem__,
@@ -86,7 +88,6 @@ class Library:
         self.modules = {
             "kvikio": SimpleNamespace(CuFile=partial(CuFile, self), defaults=defaults),
             "kvikio.defaults": defaults,
-            "kvikio.cufile_driver": self.driver,
         }
 
     def cuPointerGetAttribute(self, kind, attribute, address):
@@ -173,17 +174,22 @@ def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(libr
     backend.close()
 
 
-@pytest.mark.parametrize(
-    "without", ["nothing", "a direct mode", "GPUDirect Storage", "a GPU", "a driver"]
-)
-def test_auto_takes_it_only_where_cufile_reaches_the_disk(library, monkeypatch, without):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: without != "a GPU")
-    library.compatibility_mode = without == "a direct mode"
-    library.gds = without != "GPUDirect Storage"
-    if without == "a driver":
-        monkeypatch.setattr(library.driver, "get", raising(RuntimeError("not initialised")))
+def test_auto_does_not_take_it(library):
+    """Nothing paces by the device what it moves."""
     backend = create_backend("auto", threads=1, block_size=BLOCK)
-    assert type(backend) is (KvikioBackend if without == "nothing" else PosixBackend)
+    assert type(backend) is PosixBackend
+    backend.close()
+
+
+def test_what_is_hashed_by_the_host_does_not_stay_on_the_device(library, tmp_path):
+    """A checksum would read device memory on the host."""
+    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+    region = Region(tmp_path, "nvme", 64 * BLOCK)
+    for checksum in (None, create_checksum("sampled", backend)):
+        queue = PathQueue(region, backend, Recorder(), checksum=checksum)
+        assert PathTier("nvme", [queue]).device_memory is (checksum is None)
+        queue.close()
+    region.close()
     backend.close()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from offload_strategy.activations import saved_tensor_hooks
 from offload_strategy.activations.forward_records import ForwardRecord, Trace
+from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.host_memory import arena, idle_memory, pool
 from offload_strategy.io.backends import posix, thread_pool
@@ -121,6 +122,7 @@ class World:
             budget=self.random.choice((None, 0.5, 3 * PAGE, "auto")),
             prefetch_bytes=self.random.choice((None, 2 * PAGE, 100 * PAGE)),
             most_backlog=4 * PAGE,
+            memory=MemoryLimit(None, 1),
         )
 
     def close_store(self) -> None:

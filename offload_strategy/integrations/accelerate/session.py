@@ -232,12 +232,11 @@ class Session:
                 other.close()
 
     def _keep_for(self, prepared: Optimizer) -> None:
-        """Keep the engine while the script holds a prepared optimizer."""
+        """Keep the engine while a prepared optimizer is held; the accelerator may end earlier."""
         if prepared in self._optimizers:
             return
         self._optimizers.add(prepared)
-        close = self._close_if_dropped  # also after the accelerator is gone
-        weakref.finalize(prepared, run_off_pools, close).atexit = False
+        weakref.finalize(prepared, run_off_pools, self._close_if_dropped).atexit = False
 
     def _retire(self) -> None:
         self._retired = True

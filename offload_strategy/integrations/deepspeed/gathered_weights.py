@@ -33,8 +33,7 @@ class GatheredWeights:
     def _note(self, module: nn.Module, _: Any) -> None:
         # Gathered for a module are its own parameters and external ones.
         own = [each for each in module.parameters(recurse=False) if _is_of_zero3(each)]
-        external = dict(getattr(module, "_external_params", {})).values()
-        for parameter in (*own, *external):
+        for parameter in (*own, *dict(getattr(module, "_external_params", {})).values()):
             name, storage = id(parameter), int(parameter.untyped_storage()._cdata)
             earlier = self._storages.get(name)
             if earlier == storage:

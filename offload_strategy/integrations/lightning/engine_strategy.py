@@ -90,8 +90,7 @@ class EngineStrategy(EngineOwner, _Strategy):
         if self._engine is None or self._engine.closed:
             devices = getattr(self, "parallel_devices", None) or ()
             # With one device, the script may have initialized a process group of its own.
-            processes = len(devices) if len(devices) > 1 else None
-            return self._open_engine(self.config, processes)
+            return self._open_engine(self.config, len(devices) if len(devices) > 1 else None)
         return self._engine
 
     @contextmanager

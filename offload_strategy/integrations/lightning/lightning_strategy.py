@@ -146,8 +146,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         """Load states into their tiers; Lightning's method would move all of them to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             # A plain optimizer would keep tensors that are mapped from the checkpoint's file.
-            kept = state if is_offloaded(optimizer) else copy.deepcopy(state)
-            optimizer.load_state_dict(kept)
+            optimizer.load_state_dict(state if is_offloaded(optimizer) else copy.deepcopy(state))
 
     def teardown(self) -> None:
         """Remove the hooks from the model; `save_checkpoint` can still read optimizer states.

@@ -18,9 +18,6 @@ from typing import Any
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.telemetry import get_logger
-
-logger = get_logger(__name__)
 
 _MEMORY_TYPE_ATTRIBUTE = 2  # cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _DEVICE_MEMORY = 2  # cuda.h: CU_MEMORYTYPE_DEVICE
@@ -39,19 +36,6 @@ def unavailable_reason() -> str | None:
     except Exception as error:  # a library that does not load, a missing driver
         return f"kvikio does not work here: {error}"
     return None
-
-
-def is_direct() -> bool:
-    """Whether cuFile reaches the disk itself rather than through kvikio's compatibility mode."""
-    if unavailable_reason() is not None:
-        return False
-    try:
-        if _cufile().defaults.is_compat_mode_preferred():
-            return False
-        return bool(import_module("kvikio.cufile_driver").get("is_gds_available"))
-    except Exception as error:  # cuFile raises many kinds of errors without its driver
-        logger.debug("cuFile does not answer: %r", error)
-        return False
 
 
 class KvikioBackend(PosixBackend):
@@ -87,8 +71,7 @@ class KvikioBackend(PosixBackend):
         whole = {"shape": (request.nbytes,), "strides": None, "data": (request.address, False)}
         memory = SimpleNamespace(__cuda_array_interface__={**whole, "typestr": "|u1", "version": 3})
         try:
-            future = transfer(memory, request.nbytes, request.offset, task_size=self.block_size)
-            done = future.get()
+            done = transfer(memory, request.nbytes, request.offset, task_size=self.block_size).get()
         except RuntimeError as error:  # kvikio's type for errors of cuFile
             raise OSError(errno.EIO, f"cuFile: {error}") from error
         if done < request.nbytes:

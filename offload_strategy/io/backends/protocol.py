@@ -83,11 +83,10 @@ def _module(name: str) -> Any:
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
     """Create the backend that `io.backend` names, with `threads` requests in flight per direction.
 
-    ``"auto"`` is kvikio where cuFile has a working driver, else posix. `block_size` (bytes that a
-    request may carry) is a multiple of the page size. Raises ConfigError if it cannot run here.
+    ``"auto"`` is posix. `block_size` (bytes that a request may carry) is a multiple of the page
+    size. Raises ConfigError if it cannot run here.
     """
-    if name == "auto":
-        name = "kvikio" if _module("kvikio").is_direct() else "posix"
+    name = "posix" if name == "auto" else name
     if name not in _BACKENDS:
         raise ConfigError(
             f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"

@@ -113,8 +113,7 @@ class Digests:
 
     def _store(self, address: int, begin: int, nbytes: int, again: bool = False) -> None:
         for number, digest in self._computed(address, begin, nbytes):
-            changed = again and self._values[number] != digest
-            self._values[number] = None if changed else digest
+            self._values[number] = None if again and self._values[number] != digest else digest
 
     def _verify(self, address: int, begin: int, nbytes: int, offset: int, where: str) -> None:
         for number, digest in self._computed(address, begin, nbytes):

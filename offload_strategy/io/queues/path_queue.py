@@ -197,8 +197,7 @@ class PathQueue:
         if urgent or nbytes < part.nbytes:
             blocks = [(part, begin, nbytes)]
         else:
-            most = self.backend.max_adjacent
-            parts = queue.take_adjacent(part, room - nbytes, most, self._joins)
+            parts = queue.take_adjacent(part, room - nbytes, self.backend.max_adjacent, self._joins)
             blocks = [(part, 0, part.nbytes) for part in parts]
         in_flight = InFlight(queue, blocks, urgent)
         in_flight.begun = self.bandwidth.begins(perf_counter(), saturated=self._is_saturated())

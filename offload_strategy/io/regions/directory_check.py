@@ -147,8 +147,7 @@ def _check_file_system(number: int, here: list[tuple[str, Path, int | None]], st
         f"{name!r} {format_size(capacity)}" + (f" × {count} processes" if count > 1 else "")
         for name, capacity, count in asked
     )
-    share = usable // processes
-    advice = f"lower them to {format_size(share)} together"
+    advice = f"lower them to {format_size(usable // processes)} together"
     if processes > 1:
         advice += (
             f" for each of the {processes} processes, or give each process its "

@@ -26,8 +26,7 @@ def create_unnamed(directory: Path) -> int:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     name = directory / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    fd = os.open(name, flags, 0o600)
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     os.unlink(name)
     return fd
 

@@ -243,8 +243,7 @@ def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
     declared = op._schema.arguments
     by_name = {argument.name: argument for argument in declared}
     plain_args = [plain(a, d) for a, d in zip(args, declared, strict=False)]
-    plain_options = {name: plain(a, by_name[name]) for name, a in options.items()}
-    result = op(*plain_args, **plain_options)
+    result = op(*plain_args, **{name: plain(a, by_name[name]) for name, a in options.items()})
     for values, gradient in changed:
         if reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
             gradient.data = values

@@ -39,7 +39,7 @@ from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.torch_support.accelerator import (
     allocated_bytes,
-    is_asynchronous,
+    has_memory_statistics,
     peak_allocated_bytes,
 )
 from offload_strategy.torch_support.dtensors import local_tensor
@@ -82,8 +82,8 @@ class ScalingPrediction:
 class RetainedGradients:
     """Gradients that are kept until `step()` although no update during backward needs them.
 
-    Those of an accelerator leave it unless it has room for them below its peak. What does not fit
-    into `host` goes to the tiers.
+    Those of an accelerator leave it unless backward has freed as much. What does not fit into
+    `host` goes to the tiers.
     """
 
     def __init__(self, store: TensorStore, tiers: Sequence[Tier], host: HostTier) -> None:
@@ -93,6 +93,10 @@ class RetainedGradients:
         self._tiers = [tier for tier in tiers if not tier.is_own_device]
         # Of gradients on the host, which are not in the store while they stay in memory.
         self._in_memory_bytes = 0
+        # Bytes in use and the peak at the first update of a backward, by device; whether something
+        # has stayed since, and by how much that has ever raised the peak.
+        self._first: dict[torch.device, tuple[int, int]] = {}
+        self._has_stayed, self._excess = False, 0
 
     def retain(self, backing: GradientBacking) -> None:
         """Keep a gradient in memory if it fits, else move it to the tiers."""
@@ -100,8 +104,7 @@ class RetainedGradients:
         if self._stays(metadata):
             self._in_memory_bytes += metadata.nbytes
         elif metadata.nbytes >= _SMALLEST_BYTES:
-            on_host = metadata.device.type == "cpu"
-            tiers = self._tiers if on_host else [self._host, *self._tiers]
+            tiers = self._tiers if metadata.device.type == "cpu" else [self._host, *self._tiers]
             backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
 
     def _stays(self, gradient: TensorMetadata) -> bool:
@@ -109,10 +112,17 @@ class RetainedGradients:
         return fits if gradient.device.type == "cpu" else self._fit
 
     def memory_on_device(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return memory for new weights on an accelerator if they fit below its peak."""
+        """Return memory for new weights on an accelerator if backward has freed as much."""
         device, nbytes = weights[0].device, 2 * sum(weight.nbytes for weight in weights)
-        may_stay = is_asynchronous(device) and self._store.pool.device_may_wait
-        self._fit = may_stay and allocated_bytes(device) + nbytes <= peak_allocated_bytes(device)
+        if not (has_memory_statistics(device) and self._store.pool.device_may_wait):
+            return None
+        used, peak = allocated_bytes(device), peak_allocated_bytes(device)
+        # What is computed between two updates takes memory on top of what is in use at both.
+        first, before = self._first.get(device, (used, peak))
+        self._first[device] = first, peak
+        self._excess += peak - before if self._has_stayed else 0
+        self._fit = used + nbytes + self._excess <= first
+        self._has_stayed |= self._fit
         return [torch.empty_like(each) for each in weights] if self._fit else None
 
     def memory_of(
@@ -153,7 +163,8 @@ class RetainedGradients:
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""
-        self._in_memory_bytes, self._fit = 0, False
+        self._in_memory_bytes, self._fit, self._has_stayed = 0, False, False
+        self._first.clear()
 
 
 class CommittedUpdates(BackwardOverlap):
@@ -204,7 +215,7 @@ class CommittedUpdates(BackwardOverlap):
             gradient = param_slice.of(self._taken[param_slice.parameter].raw())
             gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
             del gradient
-        with self.streams.updating([*gradients.values(), *(memory or ())]):
+        with self.streams.updating(list(gradients.values()), memory or ()):
             self._done[subgroup] = self._updater.update_ahead(subgroup, gradients, memory)
         gradients.clear()
         for parameter in {param_slice.parameter for param_slice in ready.values()}:

@@ -39,8 +39,10 @@ class UpdateStreams:
         self._joined_by = -1  # the backward pass at whose end `join` is called
 
     @contextlib.contextmanager
-    def updating(self, gradients: Collection[torch.Tensor]) -> Iterator[None]:
-        """Run an update that reads these gradients, during backward on the update stream."""
+    def updating(
+        self, gradients: Collection[torch.Tensor], written: Collection[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Run an update during backward on the update stream; what is `written` may be dropped."""
         device = next(iter(gradients)).device
         stream = self._stream(device)
         if stream is None or torch.accelerator.current_stream(device) == stream:
@@ -60,7 +62,7 @@ class UpdateStreams:
             producer.wait_stream(stream)
             raise
         nbytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-        window.add(read, nbytes, gradients)
+        window.add(read, nbytes, [*gradients, *written])
         window.release(max(_WINDOW_BYTES, nbytes))
 
     @contextlib.contextmanager

@@ -238,8 +238,7 @@ def _reserved(
             if name not in own and param_slice.rows is None:
                 own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
             elif name not in own:
-                shape = local_tensor(param_slice.parameter).shape
-                own[name] = scratch.reserve(shape, dtype)
+                own[name] = scratch.reserve(local_tensor(param_slice.parameter).shape, dtype)
     scratch.open()
     return states, slots
 

@@ -101,8 +101,7 @@ class SearchModel:
         if in_backward:
             loads += [("backward, update", backward + update, 1), ("step()", commit, 1)]
         else:
-            after = "step()" if self.on_cpu else "update"
-            loads += [("backward", backward, 1), (after, update, 1)]
+            loads += [("backward", backward, 1), ("step()" if self.on_cpu else "update", update, 1)]
         return StepTime(tuple(self.rates.stage(*load) for load in loads))
 
     def _pass_seconds(self, placement: Placement) -> tuple[float, float]:

@@ -236,8 +236,7 @@ class SearchResult:
         if self.candidates:
             found = [self._table(), self._places(), self._stages(), self._drives()]
         searched = markdown_list("Searched", [*tried, *self._refusals()])
-        assumed = markdown_list("Assumed", self.assumptions())
-        return "\n\n".join([title, *found, searched, assumed])
+        return "\n\n".join([title, *found, searched, markdown_list("Assumed", self.assumptions())])
 
     def _table(self) -> str:
         of_each = " of a device" if self.request.ranks > 1 else ""

@@ -147,8 +147,7 @@ def _around(settings: Settings, space: Space) -> Iterator[Settings]:
     most //= settings.micro_batches
     place = tried.index(micro)
     below, above = tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)]
-    step = max(1, (above - below) // 32)
-    for number in range(below + 1, min(above, most + 1), step):
+    for number in range(below + 1, min(above, most + 1), max(1, (above - below) // 32)):
         if number != micro:
             yield replace(settings, batch=number * settings.micro_batches)
 
