@@ -200,7 +200,10 @@ MUTANTS = {
         "the end of a copy to the host is recorded before it": recorded(
             "sources, hosts, to_host=True", "done.record(outgoing)"
         ),
-        "the write to the path does not wait for the copy": "event.synchronize()",
+        "the write to the path does not wait for the copy": (
+            "while not event.query():",
+            "while False:",
+        ),
         "the copy to the device does not wait for the computation": f"incoming.{WAITS}",
         "the computation does not wait for the copy to the device": (
             "compute.wait_event(copy.done)"

@@ -93,6 +93,9 @@ class Training:
     def rate(self, *, write):
         return self.speed
 
+    def has_room_in_memory(self, nbytes):
+        return False
+
     def step(self, kinds="a" * LAYERS):
         """A forward pass and its backward; what stayed of it."""
         trace, storages = self.forward(kinds)
@@ -217,6 +220,15 @@ def test_a_profile_tells_whether_its_memory_keeps_freed_tensors(keeps_freed, mon
     training = Training(passes=4)
     assert training.budget.profile.keeps_freed == keeps_freed
     assert training.budget.usable_bytes == (880 if keeps_freed else 985) * MiB
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_a_plan_goes_by_the_link_if_what_leaves_stays_in_host_memory(room, monkeypatch):
+    """And by the paths, which are slower, if it does not."""
+    monkeypatch.setattr(Training, "has_room_in_memory", lambda *_: room)
+    monkeypatch.setattr(Training, "copy_rate", lambda _: 7e9, raising=False)
+    [path] = Training(speed=400.0 * MiB, passes=4).budget.profile.paths
+    assert path.read == path.write == (7e9 if room else 400 * MiB)
 
 
 def test_what_waits_in_memory_because_there_is_room_makes_no_item_leave():
