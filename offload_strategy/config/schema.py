@@ -118,7 +118,7 @@ class OptimizerConfig(_Client):
     gradient_memory: AutoOrSize = "auto"
     """Maximum host memory for gradients, and new weights of an accelerator, that wait for step()
     with overlap: commit. An accelerator keeps as much as backward frees, unless a plan limits it;
-    others wait on the tiers. 'auto': none if the CPU trains, else as much as memory.pinned."""
+    others wait on the tiers. 'auto': memory.pinned; on the CPU none, or all of several ranks."""
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
     the new weights to the others. Otherwise every process holds all states."""

@@ -210,17 +210,17 @@ class AttachedOptimizers:
         section = self._section
         gradient_bytes = weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
         dp_group = self.dp_groups.find_group(parameters)
-        if dp_group is not None and dp_group.shards_states:
-            state_bytes = -(-state_bytes // dp_group.size)
-            weights_bytes = -(-weights_bytes // dp_group.size)
+        ranks = dp_group.size if dp_group is not None and dp_group.shards_states else 1
+        state_bytes, weights_bytes = -(-state_bytes // ranks), -(-weights_bytes // ranks)
         need = optimizer_need(state_bytes, weights_bytes, section.overlap)
         room = self._resources.room("optimizer")
         if section.gradient_memory != "auto":
             gradient_memory = int(section.gradient_memory)
             need += max(0, weights_bytes - gradient_memory) if section.overlap == "commit" else 0
         elif any(parameter.device.type == "cpu" for parameter in parameters):
-            # Host memory is what is scarce: none of it if the tiers have room.
-            gradient_memory = max(0, gradient_bytes - max(0, room - need))
+            # Host memory is what is scarce: none of it if the tiers have room, and only one rank
+            # writes. Each of several has slices of all gradients, and would write all of them.
+            gradient_memory = max(0, gradient_bytes - (0 if ranks > 1 else max(0, room - need)))
         else:
             gradient_memory = self._resources.pinned_bytes
         detail = f"{format_size(state_bytes)} of states"

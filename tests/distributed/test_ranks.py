@@ -271,6 +271,32 @@ def test_a_folder_becomes_a_file_that_plain_training_loads(tmp_path, disk, capsy
     assert not other_file.exists()
 
 
+def large_gradients(rank, directory, size=2):
+    """Each layer has slices that either rank updates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    sections = {"activations": {"enabled": False}, "optimizer": {"subgroup_size": 1 << 18}}
+    config = settings(directory, **sections)
+    config["tiers"][0]["capacity"] = "1GiB"
+    with OffloadEngine(config, processes=size) as engine:
+        model = DistributedDataParallel(model) if size > 1 else model
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(4):
+            model(torch.ones(2, 1024)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine._resources.store.wait_for_writes()
+        written = engine.metrics()["offload/optimizer/written_bytes"]
+    states = 2 * 4 * 3 * 1024 * 1024
+    # Updates, and alone new weights or gradients, which may wait on the path as well.
+    assert written <= (5 * states / size if size > 1 else 7 * states), written / states
+
+
+def test_ranks_that_share_updates_do_not_each_write_all_gradients(tmp_path):
+    large_gradients(0, tmp_path, size=1)
+    run_ranks(f"{__name__}:large_gradients", tmp_path)
+
+
 def test_on_a_shared_path_each_process_has_a_folder_of_its_own(disk):
     config = settings(disk)
     config["tiers"][0]["shared"] = True
