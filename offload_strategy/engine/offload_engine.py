@@ -285,7 +285,7 @@ class OffloadEngine(EngineReports):
         if self._choice.limit.nbytes is not None:
             return
         sent = self._recorder.client_bytes
-        moved = sum(sent["activations", how] for how in ("written", "forwarded"))
+        moved = sent["activations", "written"] + sent["activations", "forwarded"]
         moved += self._optimizers.state_bytes
         free = self._choice.limit.free_bytes(self._device)
         if 0 < moved * _FREE_MEMORY_FACTOR <= free:

@@ -156,11 +156,10 @@ def reset_peak(device: torch.device) -> None:
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that this process has, or may still allocate within its memory fraction."""
     module = get_device_module(device)
-    free, total = module.mem_get_info(device)
-    allowed = (
-        module.get_per_process_memory_fraction(device) if device.type in ("cuda", "xpu") else 1
-    )
-    return int(min(free + module.memory_reserved(device), allowed * total))
+    free, allowed = module.mem_get_info(device)
+    if device.type in ("cuda", "xpu"):
+        allowed *= module.get_per_process_memory_fraction(device)
+    return int(min(free + module.memory_reserved(device), allowed))
 
 
 # ---------------------------------------------------------------------- pinned host memory

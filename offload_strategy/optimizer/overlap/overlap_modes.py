@@ -114,7 +114,8 @@ class RetainedGradients:
     def memory_on_device(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return memory for new weights on an accelerator if backward has freed as much."""
         device, nbytes = weights[0].device, 2 * sum(weight.nbytes for weight in weights)
-        if not (has_memory_statistics(device) and self._store.pool.device_may_wait):
+        self._fit = has_memory_statistics(device) and self._store.pool.device_may_wait
+        if not self._fit:
             return None
         used, peak = allocated_bytes(device), peak_allocated_bytes(device)
         # What is computed between two updates takes memory on top of what is in use at both.
