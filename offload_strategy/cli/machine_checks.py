@@ -48,9 +48,8 @@ def refused(name: str, error: OffloadError) -> Check:
 def check_gpu(devices: Path = Path("/dev")) -> Check:
     """Check the accelerator that torch sees."""
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        counts = Counter(names).items()
-        return Check("GPU", OK, ", ".join(f"{count} x {name}" for name, count in counts))
+        names = Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+        return Check("GPU", OK, ", ".join(f"{count} x {name}" for name, count in names.items()))
     if torch.accelerator.is_available():
         found = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
         return Check("GPU", OK, found)

@@ -112,8 +112,7 @@ def this_gpu() -> Device | None:
         return None
     seen = torch.cuda.get_device_properties(0)
     # The look-up of a name that is not known says which ones are.
-    known = device_called(seen.name) or device(seen.name)
-    return replace(known, memory_bytes=seen.total_memory)
+    return replace(device_called(seen.name) or device(seen.name), memory_bytes=seen.total_memory)
 
 
 # ---------------------------------------------------------------------- cores

@@ -194,8 +194,7 @@ class Updater:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             record.written_bytes = new.nbytes
-            autocast = Autocast.current(device.type)
-            inputs = versions, bits, hyper, autocast, old
+            inputs = versions, bits, hyper, Autocast.current(device.type), old
             ahead = AheadUpdate(subgroup, indices, *inputs, new, memory)
             for place, content in contents.items():
                 ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)

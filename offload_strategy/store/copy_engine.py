@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -197,16 +198,19 @@ class CopyEngine:
         """Submit moves on a thread at an event; their memory lives until then."""
         kept = [move.keep_alive for move in moves]
 
-        def when_reached(_: object = kept) -> None:
-            while not event.query():  # `synchronize` takes a core: CUDA's events spin
-                time.sleep(_POLL_SECONDS)
+        def when_reached(device: torch.device | None = self.device, _: object = kept) -> None:
+            if device is not None:  # or events that die on this thread give device 0 a context
+                torch.accelerator.set_device_index(device)
+            with suppress(RuntimeError):  # a failure of the device is told by training's next call
+                while not event.query():  # `synchronize` takes a core: CUDA's events spin
+                    time.sleep(_POLL_SECONDS)
             for move in moves:
                 move.submit()
 
         try:
             self._watcher.submit(when_reached)
         except RuntimeError:  # out of threads: the caller waits
-            when_reached()
+            when_reached(None)
 
     def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""

@@ -95,8 +95,7 @@ class TicketRegistry:
         if not copies:
             return False
         self.lost_copies += 1
-        never = float("-inf")
-        self.stored(max(copies, key=lambda e: never if e.next_use is None else e.next_use))
+        self.stored(max(copies, key=lambda e: float("-inf") if e.next_use is None else e.next_use))
         return True
 
     # ------------------------------------------------------------------ checks

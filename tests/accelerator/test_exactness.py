@@ -3,6 +3,8 @@
 import copy
 from contextlib import nullcontext
 from itertools import product
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +126,22 @@ def test_without_a_thread_to_wait_for_copies_the_caller_waits(disk, monkeypatch)
     figures = same_with_and_without(passes, config)
     assert tried
     assert left_bytes(figures) > 1 * MiB
+
+
+def test_a_device_that_fails_does_not_hold_up_the_writes_that_wait_for_it():
+    device, submitted = torch.device(DEVICE, torch.accelerator.device_count() - 1), Event()
+    current = []
+
+    class Failed:
+        def query(self):
+            current.append(torch.accelerator.current_device_index())
+            raise RuntimeError("device-side assert triggered")
+
+    engine = copy_engine.CopyEngine(device)
+    engine.when_copied(Failed(), [SimpleNamespace(keep_alive=None, submit=submitted.set)])
+    assert submitted.wait(60)
+    assert current == [device.index]  # events that end on this thread are of this device
+    engine.close()
 
 
 class TwoStreams(nn.Module):

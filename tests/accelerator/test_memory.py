@@ -12,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from offload_strategy import OffloadEngine
 from offload_strategy.activations import budgets
 from offload_strategy.activations.budgets import AutomaticBudget
+from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.host_memory import buffers
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
+from offload_strategy.torch_support.accelerator import available_bytes as available_bytes_of
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.accelerator.support import (
     BATCH,
@@ -55,6 +57,13 @@ def training(engine, steps):
         lambda step: found.extend(train(model, optimizer, range(step, step + 1), **BATCH)), steps
     )
     return [{n: v.cpu() for n, v in each.items()} for each in (*found, weights(model))], highest
+
+
+def test_without_a_limit_there_is_room_for_what_the_allocator_of_a_device_does_not_use():
+    parameter = torch.zeros(8, device=DEVICE)
+    limit = MemoryLimit(None, profile_passes=0)
+    limit.measure(parameter)
+    assert limit.limit_bytes() < 0.9 * available_bytes_of(parameter.device)
 
 
 @pytest.mark.parametrize(("share", "host", "planned"), LIMITS)

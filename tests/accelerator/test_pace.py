@@ -180,9 +180,9 @@ def test_small_tensors_cross_the_link_together(disk):
     assert counts["async:copy HtoD"] <= 16, counts
 
 
-def counted(engine, scaled):
+def counted(engine, scaled, dtype=torch.float32):
     """Synchronising calls and registrations of host memory in the last step, by any thread."""
-    model = make(32, 2)
+    model = make(32, 2).to(dtype)
     optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3, foreach=True))
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
     for step in range(8):
@@ -212,3 +212,14 @@ def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
     ours = Counter(got) - Counter(expected)
     # `commit` reads what its comparisons found, and the factor by which gradients were scaled.
     assert ours.total() <= (1 + scaled if overlap == "commit" else 0), ours
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+@pytest.mark.parametrize("overlap", ["off", "eager"])
+def test_master_weights_do_not_make_a_steady_step_wait(paced_disk, overlap):
+    section = {"overlap": overlap, "master_weights": True}
+    config = settings(paced_disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
+    with OffloadEngine(config) as engine:
+        got = counted(engine, False, torch.bfloat16)
+    ours = Counter(got) - Counter(counted(None, False, torch.bfloat16))
+    assert not ours

@@ -102,7 +102,7 @@ def _master_weight(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         master = weight.float()
     else:
         unchanged = master.to(weight.dtype) == weight
-        if not bool(unchanged.all()):
+        if not weight.is_cpu or not bool(unchanged.all()):  # a device would have to be awaited
             master.copy_(torch.where(unchanged, master, weight.float()))
     assert gradient is not None
     master.grad = gradient.float()
