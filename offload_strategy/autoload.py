@@ -6,7 +6,7 @@ Fabric and Accelerate and does nothing else, so that they work in scripts that n
 [Note: nothing may escape]
 An exception in an entry point of this group breaks `import torch` for the whole environment, and
 one in a post-import hook breaks the import of the framework. So every failure becomes one warning,
-and the package steps aside. Set `SSD_OFFLOAD_DISABLE=1` to register nothing at all.
+and the package steps aside. With `SSD_OFFLOAD_DISABLE=1` nothing is offloaded.
 
 [Note: half imported]
 `from accelerate import Accelerator` before `import torch` imports torch from inside
@@ -46,13 +46,12 @@ _warned = False
 def register() -> None:
     """Register the post-import hooks, which are harmless to run again; `import torch` calls this.
 
-    Never raises. Registers nothing if `is_disabled`.
+    Never raises. If `is_disabled`, only what leaves our section of a launch file alone.
     """
-    if is_disabled():
-        return
     try:
         for framework, (ours, function) in _HOOKS.items():
-            _when_imported(framework, partial(_install, ours, function))
+            if not is_disabled() or ours == "accelerate.launch":
+                _when_imported(framework, partial(_install, ours, function))
     except Exception as error:
         _step_aside("the post-import hooks", error)
 

@@ -29,7 +29,9 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: otherwise a node that saves its own output would be part of a reference cycle.
-        self.tensor = tensor.detach()
+        # Of a leaf, plain autograd holds the tensor itself, and finds the data that it has by then.
+        leaf = type(tensor) is torch.nn.Parameter and tensor.is_leaf
+        self.tensor = tensor if leaf else tensor.detach()
         try:
             self.version = tensor._version
         except RuntimeError:  # an inference tensor has none

@@ -2,14 +2,16 @@
 
 [Note: resized storages]
 `storage.resize_` frees memory that a tensor still refers to: Megatron-LM empties the output of a
-checkpointed region so, and fills it again before backward. No reference keeps that memory, and
-nothing tells of it, so the method is replaced here: it first asks all who move bytes to be done.
+checkpointed region so, and fills it again before backward. To share memory with other processes, as
+a queue of `multiprocessing` does, moves it. No reference keeps that memory, and nothing tells of
+it, so these methods are replaced here: they first ask all who move bytes to be done.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,14 +36,19 @@ def announce_to(reader: ReadsStorages) -> None:
 @functools.cache
 def _replace_method() -> None:
     kind: Any = torch.UntypedStorage
-    resize = kind.resize_
 
-    @functools.wraps(resize)
-    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        if _readers and storage.nbytes() != nbytes:
-            for reader in tuple(_readers):
-                reader.let_go(storage)
-        resized: torch.UntypedStorage = resize(storage, nbytes)
-        return resized
+    def replace(name: str, moves: Callable[..., bool]) -> None:
+        method = getattr(kind, name)
 
-    kind.resize_ = resize_
+        @functools.wraps(method)
+        def replaced(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
+            if _readers and moves(storage, *args):
+                for reader in tuple(_readers):
+                    reader.let_go(storage)
+            return method(storage, *args, **options)
+
+        setattr(kind, name, replaced)
+
+    replace("resize_", lambda storage, nbytes: storage.nbytes() != nbytes)
+    for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        replace(name, lambda storage, *_: not storage.is_shared())

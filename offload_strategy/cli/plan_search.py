@@ -1,12 +1,7 @@
 """`ssd-offload plan MODEL`: how a machine can train it; with `--search` the fastest settings.
 
 The machine is this one, except for what options say of it. Without `--search` the batch is given,
-and the answer is in three ways, with what would make training twice as fast.
-
-[Note: three ways]
-The memory that training may take is made smaller and smaller, and each time the search finds the
-fastest settings that fit. The first are the fastest of all, the last the cheapest: with less memory
-nothing fits. The third are halfway between.
+and the answer is in three ways, with what would make training twice as fast (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -157,7 +152,7 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
 
 
 def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:
-    """Return the results by name, fewer if there are none between; see [Note: three ways]."""
+    """Return the results by name, fewer if there are none between."""
     found, one = list[SearchResult](), fastest
     while one.candidates:
         found.append(one)

@@ -268,6 +268,8 @@ class OffloadedOptimizer(Optimizer):
         there is no room for it, an OffloadError if other ranks did not call this, or have them.
         """
         self._check_open()
+        if self._overlap is not None:
+            self._overlap.check_saveable()
         self._state.write_back()
         states = self._rank_shards.states(self._current_subgroups(), "optimizer.state_dict()")
         own = self.inner.state
@@ -323,8 +325,11 @@ class OffloadedOptimizer(Optimizer):
                     "the optimizer got a state for a parameter of a lazy module that has no shape "
                     "yet. Load the model's weights, or run a forward pass, before the states."
                 )
-        kept = ((k, unwrap_tensors(s) if isinstance(s, dict) else s) for k, s in states.items())
-        self.inner.state.update(kept)
+        for key, state in states.items():
+            if not isinstance(state, dict):
+                self.inner.state[key] = state
+            elif state:  # `state_dict` would look for a parameter of an empty one, too
+                self.inner.state[key] = unwrap_tensors(state)
 
     # ------------------------------------------------------------------ parameters and subgroups
     def parameters(self) -> list[torch.Tensor]:

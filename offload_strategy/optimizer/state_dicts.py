@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.optim import Optimizer
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.inner_guard import own_call
-from offload_strategy.optimizer.overlap.ahead_update import sums_of_bits
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import (
@@ -90,8 +90,9 @@ class _ReadState:
                 found.append((name, repr(value)))
                 continue
             # Versions do not tell of changes by `.data` or NumPy.
-            bits = sums_of_bits([value]) if packable(value) else value.detach().reshape(-1)
-            found.append((name, value.dtype, value.shape, bits.cpu().numpy().tobytes()))
+            flat = value.detach().to_dense().reshape(-1).cpu()
+            bits = flat.view(torch.uint8) if packable(value) else flat
+            found.append((name, value.dtype, value.shape, crc32(bits.numpy().tobytes())))
         return found
 
     def take_changes(self) -> bool:

@@ -2,19 +2,7 @@
 
 A machine without a GPU has one memory for everything, drives, and no link.
 
-[Note: ranks of a cluster]
-Each device of each machine has a rank, and FSDP2 shards weights, gradients and states over all of
-them. So a rank keeps and updates one part of as many as there are ranks, and moves it through its
-part of the machine's drives and host memory, while it computes all layers for a batch of its own.
-What ranks exchange goes round a ring: each receives all weights but its own part, and so does each
-machine over the network, on the one edge of the ring that ends there.
-
-[Note: costs on the cores]
-The seconds of a pass are those of its FLOP plus a share that grows with the parameters of the
-layers alone, however few tokens there are: weights are read from memory, and gradients written to
-it. Both figures come from two runs of one layer, and the rate of updates from an optimizer that has
-everything in memory. The gradient of an embedding is filled with zeros and then read. Offload costs
-computing time as well: `HOOK_SECONDS`, and `IO_OVERHEAD` for I/O threads (docs/activations.md).
+docs/planning.md tells what is shared in a cluster, and what a pass costs on cores.
 """
 
 from __future__ import annotations
@@ -61,7 +49,7 @@ _YARDSTICK = "a100-80g-pcie"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model and a machine with a GPU, or several of both; see [Note: ranks of a cluster]."""
+    """A model and a machine with a GPU, or several of both."""
 
     on_cpu: ClassVar[bool] = False
     shape: TransformerShape
@@ -182,7 +170,7 @@ def _sustained_share() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What all cores of a machine do together in float32; see [Note: costs on the cores]."""
+    """What all cores of a machine do together in float32."""
 
     flops: float  # FLOP/s of a layer's forward and backward pass
     update_rate: float  # Parameters that the optimizer updates in a second

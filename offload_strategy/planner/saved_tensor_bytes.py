@@ -1,20 +1,8 @@
 """What autograd saves in a forward pass on one device, tensor by tensor.
 
-[Note: what a layer saves]
-Counted are the tensors that the backward pass of each operator needs, as fused kernels save them,
-and every storage once (the layers of Megatron-LM, on which SSDTrain measures its table III). With
-u = batch x sequence x hidden x bytes of an element:
-
-    input of each of two norms        1 u each
-    input of "qkv" and of "up"        1 u each
-    queries, keys and values          3 u, less with fewer key heads
-    result of attention               1 u; it is the input of "projection" as well
-    result of "up", and what its activation function gives
-                                      4 u each with a feed-forward part of 4 x hidden
-
-That is 16 u. With flash attention scores are computed again in backward. Of a gated feed-forward
-part autograd saves gate, the function of it, up, and their product. Dropout is not counted; its
-masks would be 1 u more in half precision. Devices that share a layer have fewer heads each.
+Counted are the tensors that backward of each operator needs, as fused kernels save them, and
+every storage once (the layers of Megatron-LM, on which SSDTrain measures its table III);
+docs/planning.md lists them under "What a layer saves".
 """
 
 from __future__ import annotations
@@ -60,7 +48,7 @@ class SavedTensor(NamedTuple):
 def layer_tensors(
     shape: TransformerShape, work: Workload, *, crosses: bool = False
 ) -> list[SavedTensor]:
-    """List what a layer saves; see [Note: what a layer saves].
+    """List what a layer saves.
 
     With `crosses` the layer attends to an encoder as well, of an equally long sequence.
     """

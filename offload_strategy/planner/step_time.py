@@ -1,14 +1,9 @@
 """The one model of how long a step takes: Fuyou's equations (section 4.5), stage by stage.
 
 In every stage of a step, computation, the link to the device and the paths run at the same time,
-and the stage takes as long as the slowest of them. The stages themselves are laid out by the models
-of a run (`planner.search.search_model`). A replay (`plan_runtime.replay`) is exact to the tensor,
-but needs a profile, and seconds where the search tries thousands of settings.
-
-A GPU runs the model next to a host that moves bytes, so both overlap. A model that trains on the
-CPU shares its cores: its updates are added to what computes, and threads that move bytes take time
-from it, as may a virtual disk. So computation loses some time for each byte that moves, at a rate
-of the machine that has to be measured (`Rates.io_overhead`).
+and the stage takes as long as the slowest of them (`planner.search.search_model` has the stages).
+On the CPU updates are added to what computes, and computation loses some time for each byte that
+moves, at a rate of the machine that has to be measured (`Rates.io_overhead`).
 """
 
 from __future__ import annotations

@@ -267,6 +267,7 @@ class SavedWeight:
         self._load_for_backward = load_for_backward
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = offset
+        self._conjugated, self._negated = tensor.is_conj(), tensor.is_neg()
         # Tensors that share the storage without being views (`.data`) count versions separately.
         self._version = tensor._version
         # Plain autograd saves a leaf itself, and finds the memory that it has by then.
@@ -300,4 +301,7 @@ class SavedWeight:
             )
         if self._replacements is None:
             return values
-        return values.as_strided(self._shape, self._strides, values.storage_offset() + self._offset)
+        offset = values.storage_offset() + self._offset
+        view = values.as_strided(self._shape, self._strides, offset)
+        view = torch._conj(view) if self._conjugated else view
+        return torch._neg_view(view) if self._negated else view

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ACCELERATE_SECTION as SECTION
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig
 from offload_strategy.errors import ConfigError
@@ -91,7 +92,7 @@ def environment_for(path: str | None) -> dict[str, str]:
     ConfigError if the section is wrong, or the launch file starts something that cannot offload.
     """
     content = _content(path)
-    if path is None or SECTION not in content:
+    if path is None or SECTION not in content or is_disabled():
         return {}
     distributed = str(content.get("distributed_type") or "NO")
     if distributed not in ("NO", "DEEPSPEED", "FSDP") and not distributed.startswith("MULTI_"):

@@ -245,6 +245,16 @@ class GradientBacking:
             self._source = put(data)
             self._version = self._source_version()
 
+    def materialize_if_held(self) -> None:
+        """Materialize if somebody keeps the tensor that backward made, and may change its values.
+
+        Not if its memory has other gradients too, as that of a reduced bucket.
+        """
+        data = self._source
+        whole = isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() == data.nbytes
+        if whole and not self.is_alone:
+            self.materialize()
+
     @property
     def is_alone(self) -> bool:
         """Whether nobody else has the memory, who could change it without anyone noticing."""

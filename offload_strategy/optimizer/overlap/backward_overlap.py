@@ -178,6 +178,8 @@ class BackwardOverlap(ABC):
             if not self._succeeded:
                 torch.autograd.Variable._execution_engine.queue_callback(self._materialize_kept)
             self._succeeded.append((earlier, offloaded.backing))
+        elif not deferred:
+            offloaded.backing.materialize_if_held()
         if not self._runs_ahead():
             self._keep(offloaded.backing)
             return
@@ -263,6 +265,10 @@ class BackwardOverlap(ABC):
         self.speculated_steps += self._ran_ahead > 0
         self.redone_steps += count < self._ran_ahead
         self._ran_ahead = 0
+
+    def check_saveable(self) -> None:
+        """Raise `OffloadError` if some weights and states are of this step, and others are not."""
+        return
 
     def reset(self) -> None:
         """Drop every update ahead of `step()` and all collected gradients."""

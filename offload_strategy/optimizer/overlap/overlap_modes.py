@@ -283,6 +283,8 @@ class EagerUpdates(BackwardOverlap):
         self._unstepped = self._states_replaced = False
         #: With which weights were updated in this backward, by index of their group.
         self._settings: dict[int, dict[str, Any]] = {}
+        #: Version counters of the weights after their updates.
+        self._versions: dict[torch.Tensor, int] = {}
 
     def _begin_backward(self) -> None:
         self._states_replaced = False
@@ -303,6 +305,9 @@ class EagerUpdates(BackwardOverlap):
         self._hold_begun([subgroup.slices[index] for index in ready])
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
+        if not self._updater.weights.streams:
+            updated = [subgroup.slices[index].parameter for index in ready]
+            self._versions.update((each, each._version) for each in updated)
 
     def _hold_begun(self, slices: Sequence[ParameterSlice]) -> None:
         """Hold the weights, about to be updated, of which slices are left; release the others."""
@@ -343,6 +348,8 @@ class EagerUpdates(BackwardOverlap):
         for index, settings in self._settings.items():
             if not same_settings(settings, hyper_parameters(self._updater.group_at(index))):
                 return "settings of a parameter group were changed"
+        if any(weight._version != version for weight, version in self._versions.items()):
+            return "weights were changed"
         if self._settings and not self._is_ready():
             return "parameters were added to a group or taken from it"
         for subgroup in self._order:
@@ -367,9 +374,13 @@ class EagerUpdates(BackwardOverlap):
         """Note it if the states before were used, or will be: `step()` will refuse."""
         self._states_replaced = self._unstepped or bool(self._gradients)
 
-    def _check_stepped(self) -> None:
+    def check_saveable(self) -> None:
+        """See `BackwardOverlap.check_saveable`."""
+        self._check_stepped(still=self._unstepped)
+
+    def _check_stepped(self, *, still: bool = False) -> None:
         if self._unstepped:
-            self._unstepped = False
+            self._unstepped = still
             raise OffloadError(
                 "with optimizer.overlap: eager a backward pass has updated weights of this "
                 "optimizer, and no step() followed: the pass failed, its gradients were meant to "
@@ -382,6 +393,7 @@ class EagerUpdates(BackwardOverlap):
     def _drop_all(self) -> None:
         self._gradients.clear()
         self._settings.clear()
+        self._versions.clear()
         while self._begun:
             self._updater.weights.residency.set_held(self._begun.pop(), False)
         super()._drop_all()

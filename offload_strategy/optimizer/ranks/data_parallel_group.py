@@ -62,12 +62,13 @@ class DataParallelGroup:
         self.shards_states = shards_states and self.size > 1
         self._directory: RankDirectory | None = None
 
-    def any_rank(self, own: Sequence[bool]) -> list[bool]:
-        """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
+    def any_rank(self, own: Sequence[int]) -> list[int]:
+        """Return the largest flag of all ranks, 0 to 255, of equally many on each, one by one."""
         self.ranks()
         flags = torch.tensor(own, dtype=torch.uint8, device=self._device)
         self.wait(dist.all_reduce(flags, dist.ReduceOp.MAX, self.process_group, async_op=True))
-        return [bool(flag) for flag in flags.tolist()]
+        largest: list[int] = flags.tolist()
+        return largest
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -170,15 +171,24 @@ class GroupRegistry:
 
     def find_group(self, parameters: Iterable[torch.Tensor]) -> DataParallelGroup | None:
         """The group that trains parameters; None if this process trains them alone."""
+        parameters = list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         modules = list(self._modules)
         if world_size() > 1:
             # A module that was not attached reduces gradients all the same. (Not isinstance: among
             # all objects there are some that answer for others.)
             modules += [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+        reduced = {
+            id(parameter)
+            for module in modules
+            for name, parameter in module.module.named_parameters()
+            if name not in module.parameters_to_ignore
+        }
+        # Ranks have values of their own of what no module keeps the same.
+        alike = all(id(each) in reduced for each in parameters if each.requires_grad)
         for module in modules:
             if not wanted.isdisjoint(map(id, module.parameters())):
-                return DataParallelGroup(module, shards_states=self._shards_states)
+                return DataParallelGroup(module, shards_states=self._shards_states and alike)
         return None
 
 

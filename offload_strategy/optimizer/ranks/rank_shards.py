@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
 from offload_strategy.checkpoints.scratch_file import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
+from offload_strategy.optimizer.gradients.offloaded_gradient import (
+    OffloadedGradient,
+    has_gradient,
+)
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
@@ -22,6 +27,7 @@ from offload_strategy.torch_support.dtensors import local_tensor, shard_like
 
 #: What ranks do together, for an error of one of them.
 _COLLECT = "collect the optimizer's states"
+_ALONE = "while each rank updates a part of the weights for all: set optimizer.sharding: false"
 
 
 class RankShards:
@@ -117,12 +123,18 @@ class RankShards:
             self._sharing = WeightSharing(group, weights.residency)
         sharing, streamed = self._sharing, weights.residency.is_streamed_whole
         parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
-        flags = [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
+        flags = [int(any(e.parameter.grad is not None for e in s.slices)) for s in subgroups]
         shares = sharing is not None and sharing.works
         flags += [not (shares and streamed(parameter)) for parameter in parameters.values()]
-        flags = group.any_rank(flags)
+        module = group.module()
+        if module is not None and module._join_config.enable:
+            raise OffloadError(f"DistributedDataParallel.join() lets ranks end early, {_ALONE}")
+        digest = _digest([each.parameter for s in subgroups for each in s.slices])
+        flags = group.any_rank([*flags, *digest])
+        if any(high + low > 255 for high, low in zip(flags[-8:-4], flags[-4:], strict=True)):
+            raise OffloadError(f"gradients differ between the ranks, {_ALONE}")
         changing = list(compress(subgroups, flags[: len(subgroups)]))
-        sent = set(compress(parameters, flags[len(subgroups) :]))
+        sent = set(compress(parameters, flags[len(subgroups) : -8]))
         return StepBroadcasts(group, changing, weights, sharing, sent)
 
     # ------------------------------------------------------------------ all states
@@ -249,3 +261,19 @@ def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
     if group is not None:
         metadata = group.gather(metadata if group.rank == owner else None)[owner]
     return metadata
+
+
+def _digest(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Four bytes that tell the smallest parameter's gradient, and their complements.
+
+    The largest of all ranks add up to 255 where they are the same. Zeros if there is none to read.
+    """
+    parameter = min(parameters, key=torch.Tensor.numel)
+    if not has_gradient(parameter):
+        return [0] * 8
+    gradient = parameter.grad
+    values = gradient.backing.read() if isinstance(gradient, OffloadedGradient) else gradient
+    assert values is not None
+    flat = values.detach().to_dense().reshape(-1).cpu()
+    own = list(crc32(flat.view(torch.uint8).numpy().tobytes()).to_bytes(4, "little"))
+    return own + [255 - byte for byte in own]

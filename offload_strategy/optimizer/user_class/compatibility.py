@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +152,13 @@ def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor
         )
     for layout in {parameter.layout for parameter in parameters} - {torch.strided}:
         raise watch.UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
+    plain = [each for each in parameters if type(each) in (torch.Tensor, nn.Parameter)]
+    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in plain)
+    if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        raise watch.UnfitUpdateError(
+            "has parameters that share memory, where one update would undo another; tie weights "
+            "by one nn.Parameter for both"
+        )
     own_step = vars(optimizer).get("step")  # torch's schedulers put one there that counts
     replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
     if replaced or not inspect.isfunction(type(optimizer).step):

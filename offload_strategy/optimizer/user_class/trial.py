@@ -38,6 +38,7 @@ _LONGEST = 8
 _MOST_ELEMENTS = 1024 * 1024
 #: Steps of a trial, before and after counters of steps have jumped to the late step.
 _STEPS, _LATER_STEPS = 4, 2
+_LEARNING_RATE = 0.1
 #: Divisible by 1 to 10, 12, 14 to 16, 18, 20, 25, 50, 100, 200, 500 and 1000, for example.
 _LATE_STEP = 504_000
 #: Sizes and slices of flat stand-ins that are sliced: enough for several threads; no multiple of
@@ -235,6 +236,10 @@ def _twin(optimizer: Optimizer) -> Optimizer:
         {name: value if name == "params" else own(value) for name, value in group.items()}
         for group in optimizer.param_groups
     ]
+    for group in twin.param_groups:
+        if isinstance(rate := group.get("lr"), float | int | torch.Tensor):
+            # Where a warm-up begins at 0, no weight would show what its update depends on.
+            group["lr"] = rate * 0 + _LEARNING_RATE
     return twin
 
 

@@ -1,36 +1,6 @@
 """Memory of training on a GPU or on a CPU, for given settings.
 
-[Note: device memory]
-All that is not offloaded: weights, gradients, states, and what layers save; of streamed weights two
-or three layers, embedding and head. While it computes backward, what one layer saves, its input and
-the gradient of that; logits and their gradient, for one sequence at a time (a loss that is computed
-in chunks). Gradients leave at once if the update runs in backward; those of several micro-batches
-accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
-share of the device's memory: offloading more is never faster. Of several ranks each has a part of
-weights, gradients and states, and for the layers that it computes the weights of all; of the layer
-that computes backward also its whole gradient, and those of embedding and head until backward ends.
-
-[Note: memory of a step on the CPU]
-Weights, states and buffers are in memory all the time. What autograd saves becomes less while
-backward goes on, and gradients become more, so the peak is at one of these moments:
-
-    head        everything is saved, and there are three tensors of logits: what the loss saves,
-                and two gradients. The head's weight has its gradient when one of them is free.
-    layers      the last one, and the last and the first of those that are recomputed: what is saved
-                up to this layer, what it needs while it computes, and the gradients of those above
-    embedding   all gradients; that of a tied embedding arrives in two parts
-    step()      all gradients, and nothing that was saved
-
-Gradients are cleared in `step()`, and those of several micro-batches exist in all passes but the
-first. With `overlap: commit` they wait for `step()`, in memory up to `optimizer.gradient_memory`,
-and so do new weights, as far as there is room; with `eager` an update uses gradients at once.
-
-[Note: use of the memory that is left]
-What is offloaded competes for it, in an order that is one of the settings: `states` stay in part,
-in a tier of host memory (twice with commit, because old and new ones wait for `step()`); `waiting`
-are new weights first, which would be written and read, then gradients, which are only written;
-`activations` are saved tensors, of which a plan lets no more leave than it must
-(`planning.device_memory`). Streamed weights never stay.
+docs/planning.md tells under "What is in memory when" what is counted.
 """
 
 from __future__ import annotations
@@ -193,7 +163,7 @@ class CpuModel(SearchModel):
 
 
 class _Moment(NamedTuple):
-    """Bytes at a moment of backward; see [Note: memory of a step on the CPU]."""
+    """Bytes at a moment of backward: the head, a layer, or the embedding."""
 
     others: float  # In use besides saved tensors and finished gradients
     saved: float  # Saved and still needed

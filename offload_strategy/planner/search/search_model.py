@@ -1,27 +1,7 @@
 """The time of a step for given settings, on a GPU or on the CPU.
 
-[Note: stages of a step]
-Fuyou's equations (`planner.step_time`), extended by host memory as a tier, which costs time on the
-link but on no path; by micro-batches, of which only the last has the update; and by the update on
-the device, where this package runs it, so that states cross the link.
-
-    forward             of each micro-batch: weights arrive, activations leave
-    backward            of each but the last: weights and activations arrive
-    backward, update    of the last: gradients leave; states arrive and leave in it, or after it
-                        with overlap: off
-    step()              with overlap: commit, new weights arrive from where they waited; those
-                        of weights on the drives are where they belong already
-
-Of several ranks each has a part of weights, gradients and states, its shard. Every forward and
-backward gathers the weights of the others, and backward reduces and scatters gradients. FSDP2 keeps
-embedding and head between forward and backward.
-
-On the CPU there is no link, and states that are not updated in backward are updated in `step()`.
-Copies take time there: with `overlap: commit` an update runs on copies of the weights, which are
-compared with the weights and copied back in `step()`: four passes over the bytes of all weights,
-two of which only read. States in bfloat16 are upcast and rounded again within the caches. Gradients
-of several micro-batches are added up, which reads two tensors and writes one. A GPU does all of
-that in no time that counts.
+Fuyou's equations (`planner.step_time`), extended by host memory as a tier, by micro-batches, and by
+updates where the model computes; docs/planning.md has the stages under "What takes time when".
 """
 
 from __future__ import annotations
@@ -80,7 +60,7 @@ class SearchModel:
         return found
 
     def step_time(self, placement: Placement) -> StepTime:
-        """Predict the time of a step; see [Note: stages of a step]."""
+        """Predict the time of a step."""
         settings, passes = placement.settings, placement.settings.micro_batches
         activations, weights = placement.split("activations"), placement.split("weights")
         forward_seconds, backward_seconds = self._pass_seconds(placement)

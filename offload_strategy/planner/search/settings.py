@@ -1,15 +1,6 @@
 """The settings of a run that the search tries, and where its tensors are with them.
 
-[Note: priority for host memory]
-What leaves the device goes to host memory as long as there is room, and to the drives beyond. Up to
-four kinds of bytes compete for host memory. Which of them is best served first depends on what
-limits the step, so the order is one of the settings:
-
-    weights       of a model with streamed weights
-    activations   of one micro-batch
-    waiting       gradients, and new weights until `step()`, with overlap: commit; those of an
-                  accelerator in buffers of `memory.pinned`, of which new weights may take half
-    states        of the optimizer, with overlap: commit twice
+Which tensors get host memory first is one of them; docs/planning.md tells why.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ class Settings:
     overlap: Overlap = "commit"  # When the update runs; without effect if states stay
     state_dtype: StateType = "float32"  # Type in which states are stored
     blocks_in_flight: int = 2  # Layers of streamed weights that are on the device at a time
-    # Order in which tensors get host memory; see [Note: priority for host memory]
+    # Order in which tensors get host memory
     host_priority: tuple[OffloadedKind, ...] = ("weights", "activations", "waiting", "states")
 
     def __post_init__(self) -> None:

@@ -4,12 +4,7 @@ All settings of a finite space are placed (`memory_model`) and, if they fit, tim
 the best are kept. Nothing in the space changes what a step computes, except what the caller allows
 and the batch, which is searched only if it is not given.
 
-[Note: the order of settings]
-The batch comes first: of the batches that come within a small share (`Space.tolerance`) of the
-highest throughput the smallest is taken, because a larger one changes training and gains ever less.
-Before that, micro-batches with enough tokens to keep a GPU busy are preferred, which the equations
-do not model (those of a CPU do). Among the settings for a batch, those within 1 % count as equally
-fast; of these, the ones that offload, write and recompute the least are taken.
+docs/planning.md tells which of several good settings is taken.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ _OFFLOADS = ((False, False), (True, False), (True, True))
 
 
 def search(request: Request | CpuRequest, space: Space) -> SearchResult:
-    """Find the settings with the highest throughput; see [Note: the order of settings]."""
+    """Find the settings with the highest throughput."""
     model: Model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     kinds: dict[object, list[Candidate]] = defaultdict(list)
     refused: list[Placement] = []
@@ -72,7 +67,7 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
 
 
 def _best(model: Model, space: Space, candidates: Iterable[Candidate]) -> Candidate:
-    """See [Note: the order of settings]."""
+    """Return the best: by its batch, then by its speed, then by how little it moves."""
 
     def batch_cost(one: Candidate) -> tuple[bool, int]:
         tokens = one.settings.tokens
