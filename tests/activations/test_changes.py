@@ -286,3 +286,63 @@ def test_a_hidden_change_is_found_on_request(name, host, disk):
         HIDDEN[name](hidden[0])
         with pytest.raises(OffloadError, match=r"1 float32\[8, 8\].*unnoticed by autograd"):
             loss.backward()
+
+
+class _Replaces(nn.Module):
+    """Gives its weight other data after using it; plain autograd has saved the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        y = torch.tanh(x) * self.weight
+        self.weight.data = self.weight.data * 0.9
+        return y
+
+
+def test_data_of_a_weight_that_is_replaced_in_forward(disk):
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Replaces() for _ in range(3)))
+        if engine is not None:
+            engine.attach(model)
+        x = noise(4, 8).requires_grad_()
+        model(x).sum().backward()
+        return {"x": x.grad, **gradients(model)}
+
+    expected = run(None)
+    with activations_only(disk) as engine:
+        assert_same_bits(run(engine), expected)
+
+
+def test_a_tensor_is_shared_with_other_processes_while_it_leaves(disk, monkeypatch):
+    move = PosixBackend.move
+
+    def late(*args):
+        time.sleep(0.05)
+        return move(*args)
+
+    monkeypatch.setattr(PosixBackend, "move", late)
+
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        if engine is not None:
+            engine.attach(model)
+        outputs = []
+        for layer in model:
+            layer.register_forward_hook(lambda *args: outputs.append(args[2]))
+        loss = model(noise(64, 256)).square().sum()
+        for output in outputs[:-1]:
+            output.detach().share_memory_()  # as a queue of multiprocessing does
+        waste = [torch.full((64, 256), float("nan")) for _ in range(64)]
+        if engine is not None:
+            on_disk(engine)
+        loss.backward()
+        del waste
+        return gradients(model)
+
+    expected = run(None)
+    with activations_only(disk) as engine:
+        assert_same_bits(run(engine), expected)

@@ -297,6 +297,50 @@ def test_ranks_that_share_updates_do_not_each_write_all_gradients(tmp_path):
     run_ranks(f"{__name__}:large_gradients", tmp_path)
 
 
+def apart(rank, directory):
+    """What ranks do not do alike is refused before a weight changes, and training goes on."""
+    with OffloadEngine(config(directory, "commit")) as engine:
+        torch.manual_seed(0)
+        net = Net()
+        model = DistributedDataParallel(net)
+        optimizer = engine.attach(model, torch.optim.SGD(net.parameters(), 1e-2))
+        before = weights(net)
+        with model.no_sync():  # as in LocalSGD
+            model(tokens(rank)).square().sum().backward()
+        with pytest.raises(OffloadError, match=r"gradients differ between the ranks.*sharding"):
+            optimizer.step()
+        with model.join():
+            model(tokens(rank)).square().sum().backward()
+            with pytest.raises(OffloadError, match=r"join.*sharding: false"):
+                optimizer.step()
+        assert_same_bits(weights(net), before)
+
+
+def partly(rank, directory):
+    """One parameter of the optimizer is in no data-parallel module: each rank has its own."""
+
+    def run(engine):
+        torch.manual_seed(0)
+        net, own = Net(), nn.Parameter(torch.full((3000,), 1.0 + rank))
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW([*net.parameters(), own], 1e-2)
+        optimizer = optimizer if engine is None else engine.attach(model, optimizer)
+        for step in range(3):
+            (model(tokens(10 * step + rank)).square().mean() * own.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**weights(net), "own": own.detach().clone()}
+
+    expected = run(None)
+    with OffloadEngine(config(directory, "commit")) as engine:
+        assert_same_bits(run(engine), expected)
+
+
+@pytest.mark.parametrize("what", ["apart", "partly"])
+def test_ranks_that_do_not_have_the_same(what, tmp_path):
+    run_ranks(f"{__name__}:{what}", tmp_path)
+
+
 def test_on_a_shared_path_each_process_has_a_folder_of_its_own(disk):
     config = settings(disk)
     config["tiers"][0]["shared"] = True

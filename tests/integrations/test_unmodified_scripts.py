@@ -210,7 +210,9 @@ def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path):
 
 @pytest.mark.parametrize("distributed", ["NO", "DEEPSPEED", "MULTI_CPU", "FSDP"])
 @pytest.mark.parametrize("write", [yaml.safe_dump, json.dumps])
-def test_launch_files_are_yaml_or_json_and_may_name_several_processes(tmp_path, distributed, write):
+def test_launch_files_are_yaml_or_json_and_may_name_several_processes(
+    tmp_path, monkeypatch, distributed, write
+):
     path = tmp_path / f"offload.{'json' if write is json.dumps else 'yaml'}"
     path.write_text(write({"distributed_type": distributed, "ssd_offload_config": SECTION}))
     assert load_config_from_file(str(path)).ssd_offload_config == SECTION
@@ -222,6 +224,8 @@ def test_launch_files_are_yaml_or_json_and_may_name_several_processes(tmp_path, 
     assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"
     for plain in (None, str(launch_file(tmp_path, "plain.yaml"))):
         assert environment_for(plain) == {}
+    monkeypatch.setenv("SSD_OFFLOAD_DISABLE", "1")
+    assert environment_for(str(path)) == {}
 
 
 def test_each_rank_puts_its_number_into_the_paths(home, monkeypatch):

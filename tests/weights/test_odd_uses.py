@@ -45,6 +45,30 @@ LOOKS = {
 }  # fmt: skip
 
 
+class Conjugate(nn.Module):
+    """Autograd saves a conjugate view of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return torch.tanh(x) @ self.weight.mH
+
+
+def test_conjugate_views_of_a_weight(engine):
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Conjugate() for _ in range(3)))
+        if engine is not None:
+            engine.attach(model)
+        x = torch.randn(2, 4, dtype=torch.cfloat, requires_grad=True)
+        model(x).abs().square().sum().backward()
+        return {"x": x.grad, **gradients(model)}
+
+    assert_same_bits(run(engine), run(None))
+
+
 @pytest.mark.usefixtures("no_room")  # each look brings each weight
 def test_looking_at_a_weight(engine):
     plain, model = net(), net()
