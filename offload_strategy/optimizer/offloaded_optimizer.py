@@ -325,11 +325,9 @@ class OffloadedOptimizer(Optimizer):
                     "the optimizer got a state for a parameter of a lazy module that has no shape "
                     "yet. Load the model's weights, or run a forward pass, before the states."
                 )
-        for key, state in states.items():
-            if not isinstance(state, dict):
-                self.inner.state[key] = state
-            elif state:  # `state_dict` would look for a parameter of an empty one, too
-                self.inner.state[key] = unwrap_tensors(state)
+        not_empty = {k: s for k, s in states.items() if not isinstance(s, dict) or s}
+        kept = ((k, unwrap_tensors(s) if isinstance(s, dict) else s) for k, s in not_empty.items())
+        self.inner.state.update(kept)
 
     # ------------------------------------------------------------------ parameters and subgroups
     def parameters(self) -> list[torch.Tensor]:

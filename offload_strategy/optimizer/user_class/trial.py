@@ -236,10 +236,10 @@ def _twin(optimizer: Optimizer) -> Optimizer:
         {name: value if name == "params" else own(value) for name, value in group.items()}
         for group in optimizer.param_groups
     ]
-    for group in twin.param_groups:
+    for number, group in enumerate(twin.param_groups, start=1):
         if isinstance(rate := group.get("lr"), float | int | torch.Tensor):
             # Where a warm-up begins at 0, no weight would show what its update depends on.
-            group["lr"] = rate * 0 + _LEARNING_RATE
+            group["lr"] = rate * 0 + _LEARNING_RATE * number
     return twin
 
 
