@@ -140,7 +140,8 @@ def refuse_checkpoints_that_offload(model: nn.Module) -> None:
     """Raise a ConfigError if layers of Transformers offload what they keep for recomputing."""
     for name, module in model.named_modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        code = getattr(getattr(checkpoint, "func", checkpoint), "__code__", None)  # of a partial
+        function = getattr(checkpoint, "func", checkpoint)  # a partial, with the user's options
+        code = getattr(function, "__code__", None)
         if code is not None and "save_on_cpu" in code.co_names:
             raise ConfigError(
                 f"activation checkpointing of {name or type(module).__name__!r} offloads what it "

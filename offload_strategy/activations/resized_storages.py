@@ -28,13 +28,13 @@ _readers: weakref.WeakSet[ReadsStorages] = weakref.WeakSet()
 
 
 def announce_to(reader: ReadsStorages) -> None:
-    """Let a reader know, as long as it lives, of each storage that is about to be resized."""
+    """Tell a reader, as long as it lives, of each storage that is about to be resized or shared."""
     _readers.add(reader)
-    _replace_method()
+    _replace_methods()
 
 
 @functools.cache
-def _replace_method() -> None:
+def _replace_methods() -> None:
     kind: Any = torch.UntypedStorage
 
     def replace(name: str, moves: Callable[..., bool]) -> None:

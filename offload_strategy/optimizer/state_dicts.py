@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from offload_strategy.optimizer.states.subgroups import (
     OpaqueTensor,
     State,
     Subgroup,
+    digest_of,
     flatten_wrappers,
     packable,
 )
@@ -90,9 +90,7 @@ class _ReadState:
                 found.append((name, repr(value)))
                 continue
             # Versions do not tell of changes by `.data` or NumPy.
-            flat = value.detach().to_dense().reshape(-1).cpu()
-            bits = flat.view(torch.uint8) if packable(value) else flat
-            found.append((name, value.dtype, value.shape, crc32(bits.numpy().tobytes())))
+            found.append((name, value.dtype, value.shape, digest_of(value)))
         return found
 
     def take_changes(self) -> bool:

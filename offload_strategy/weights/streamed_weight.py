@@ -301,7 +301,6 @@ class SavedWeight:
             )
         if self._replacements is None:
             return values
-        offset = values.storage_offset() + self._offset
-        view = values.as_strided(self._shape, self._strides, offset)
+        view = values.as_strided(self._shape, self._strides, values.storage_offset() + self._offset)
         view = torch._conj(view) if self._conjugated else view
         return torch._neg_view(view) if self._negated else view

@@ -10,30 +10,50 @@ from torch.optim.lr_scheduler import LambdaLR
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.optimizer.runs import EVERY_OVERLAP, OVERLAPS, make_layers
-from tests.training import assert_same_bits, attached, same_with_and_without, settings, weights
+from tests.training import (
+    assert_same_history,
+    attached,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 
 def _loss(model, step=0):
     return model(torch.full((2, 8), 1.0 + step)).pow(2).sum()
 
 
+def _nothing():
+    pass
+
+
+def _trained(model, optimizer, *, before=_nothing, after=_nothing):
+    """Weights after each of four steps, with calls before `step()` and after it."""
+    found = []
+    for step in range(4):
+        _loss(model, step).backward()
+        before()
+        optimizer.step()
+        after()
+        optimizer.zero_grad()
+        found.append(weights(model))
+    return found
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_gradient_that_a_hook_keeps_may_be_changed_unseen(overlap, disk):
     def run(engine):
-        model, kept, found = make_layers(4, 8), [], []
+        model, kept = make_layers(4, 8), []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
         optimizer = attached(engine, model, SGD(model.parameters(), 1e-3, momentum=0.9))
-        for step in range(4):
-            _loss(model, step).backward()
-            for gradient in kept:  # as a reduction that the hook has begun
-                values = gradient.detach().numpy()
+
+        def halve():  # as a reduction that the hook has begun
+            while kept:
+                values = kept.pop().detach().numpy()
                 np.multiply(values, 0.5, out=values)
-            kept.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(weights(model))
-        return found
+
+        return _trained(model, optimizer, before=halve)
 
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 
@@ -56,17 +76,10 @@ class _TrustRatio(Optimizer):
 def test_a_warm_up_from_zero_hides_nothing_of_an_update(overlap, disk):
     def run(engine):
         torch.manual_seed(0)
-        model, found = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 64)), []
+        model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 64))
         plain = _TrustRatio(model.parameters())
         schedule = LambdaLR(plain, lambda step: step / 4)
-        optimizer = attached(engine, model, plain)
-        for step in range(4):
-            _loss(model, step).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            found.append(weights(model))
-        return found
+        return _trained(model, attached(engine, model, plain), after=schedule.step)
 
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 
@@ -83,29 +96,21 @@ def test_states_of_parameters_that_share_memory_stay_in_memory(disk, caplog):
         used = engine.attach(model, optimizer)
         assert not isinstance(used, OffloadedOptimizer)
         assert "share memory" in caplog.text
-        for step in range(3):
-            for of, stepped in ((model, used), (plain, expected)):
-                _loss(of, step).backward()
-                stepped.step()
-                stepped.zero_grad()
-        assert_same_bits(weights(model), weights(plain))
+        assert_same_history(_trained(model, used), _trained(plain, expected))
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 def test_states_that_were_permuted_are_written_back(overlap, disk):
     def run(engine):
-        model, found = make_layers(2, 8), []
+        model = make_layers(2, 8)
         optimizer = attached(engine, model, AdamW(model.parameters()))
-        for step in range(4):
-            _loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def permute():
             state = optimizer.state[model[0].weight]
             state["exp_avg"].copy_(state["exp_avg"].flip(0))
             state["exp_avg_sq"] = state["exp_avg_sq"].roll(1, 0)
-            del state
-            found.append(weights(model))
-        return found
+
+        return _trained(model, optimizer, after=permute)
 
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 

@@ -246,10 +246,7 @@ class GradientBacking:
             self._version = self._source_version()
 
     def materialize_if_held(self) -> None:
-        """Materialize if somebody keeps the tensor that backward made, and may change its values.
-
-        Not if its memory has other gradients too, as that of a reduced bucket.
-        """
+        """Materialize if somebody keeps backward's tensor, and this is not a part of a bucket."""
         data = self._source
         whole = isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() == data.nbytes
         if whole and not self.is_alone:

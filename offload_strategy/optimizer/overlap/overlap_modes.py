@@ -376,11 +376,7 @@ class EagerUpdates(BackwardOverlap):
 
     def check_saveable(self) -> None:
         """See `BackwardOverlap.check_saveable`."""
-        self._check_stepped(still=self._unstepped)
-
-    def _check_stepped(self, *, still: bool = False) -> None:
         if self._unstepped:
-            self._unstepped = still
             raise OffloadError(
                 "with optimizer.overlap: eager a backward pass has updated weights of this "
                 "optimizer, and no step() followed: the pass failed, its gradients were meant to "
@@ -389,6 +385,12 @@ class EagerUpdates(BackwardOverlap):
                 "optimizer.overlap: commit. (Exclude parameters that a loss shall not train by "
                 "requires_grad_(False), micro-batches by engine.microbatch(index, last=False).)"
             )
+
+    def _check_stepped(self) -> None:
+        try:
+            self.check_saveable()
+        finally:
+            self._unstepped = False
 
     def _drop_all(self) -> None:
         self._gradients.clear()

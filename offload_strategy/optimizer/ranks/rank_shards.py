@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from pathlib import Path
-from zlib import crc32
 
 import torch
 
 from offload_strategy.checkpoints.scratch_file import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.offloaded_gradient import (
-    OffloadedGradient,
-    has_gradient,
-)
+from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts, WeightSharing
-from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
+from offload_strategy.optimizer.states.subgroups import (
+    State,
+    StateSet,
+    Subgroup,
+    digest_of,
+    rebuild_wrappers,
+)
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.torch_support.dtensors import local_tensor, shard_like
 
@@ -269,11 +271,8 @@ def _digest(parameters: Sequence[torch.Tensor]) -> list[int]:
     The largest of all ranks add up to 255 where they are the same. Zeros if there is none to read.
     """
     parameter = min(parameters, key=torch.Tensor.numel)
-    if not has_gradient(parameter):
+    if parameter.grad is None or not has_gradient(parameter):
         return [0] * 8
-    gradient = parameter.grad
-    values = gradient.backing.read() if isinstance(gradient, OffloadedGradient) else gradient
-    assert values is not None
-    flat = values.detach().to_dense().reshape(-1).cpu()
-    own = list(crc32(flat.view(torch.uint8).numpy().tobytes()).to_bytes(4, "little"))
+    # A clone reads values that are elsewhere; any other form of them would bring them back.
+    own = list(digest_of(parameter.grad.clone()).to_bytes(4, "little"))
     return own + [255 - byte for byte in own]

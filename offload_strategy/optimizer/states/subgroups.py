@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -83,6 +84,13 @@ def lay_out(
         segments.append(Segment(offset, nbytes, dtype, tensor.shape, tuple(tensor.stride())))
         offset = segments[-1].end
     return segments
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """A number of four bytes that tells a tensor's values, in their order."""
+    flat = tensor.detach().to_dense().resolve_conj().resolve_neg().reshape(-1).cpu()
+    row = flat.clone(memory_format=torch.contiguous_format)  # one element may have any stride
+    return crc32(row.view(torch.uint8).numpy().data)
 
 
 def packable(tensor: object) -> bool:

@@ -239,7 +239,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     for number, group in enumerate(twin.param_groups, start=1):
         if isinstance(rate := group.get("lr"), float | int | torch.Tensor):
             # Where a warm-up begins at 0, no weight would show what its update depends on.
-            group["lr"] = rate * 0 + _LEARNING_RATE * number
+            group["lr"] = rate * 0 + _LEARNING_RATE / number
     return twin
 
 

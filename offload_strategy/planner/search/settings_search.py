@@ -2,9 +2,7 @@
 
 All settings of a finite space are placed (`memory_model`) and, if they fit, timed (`search_model`);
 the best are kept. Nothing in the space changes what a step computes, except what the caller allows
-and the batch, which is searched only if it is not given.
-
-docs/planning.md tells which of several good settings is taken.
+and the batch, which is searched only if it is not given (docs/planning.md tells what is taken).
 """
 
 from __future__ import annotations
