@@ -136,7 +136,8 @@ def test_a_parameter_that_replaced_another_is_in_the_state_dict(overlap, disk):
 
 def test_within_an_eager_step_nothing_is_saved_and_no_weight_changed(disk):
     model = make_layers(2, 8)
-    with OffloadEngine(settings(disk, optimizer={"overlap": "eager"})) as engine:
+    # States in host memory: an update that waits for its own runs in step(), as in plain PyTorch.
+    with OffloadEngine(settings(disk, "1MiB", optimizer={"overlap": "eager"})) as engine:
         optimizer = engine.attach(model, AdamW(model.parameters()))
         _loss(model).backward()
         for _ in range(2):
