@@ -103,6 +103,19 @@ def test_training_is_identical(tmp_path, monkeypatch, train):
         assert_equal(ours[1], theirs[1])
 
 
+@pytest.mark.parametrize("clips_at", [1.0, 0.0])  # at 0.0 the Trainer logs the norm nevertheless
+def test_eager_updates_are_refused_before_a_weight_changes(tmp_path, monkeypatch, clips_at):
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", str(tmp_path / "eager.yaml"))
+    (tmp_path / "eager.yaml").write_text("optimizer: {overlap: eager}\n")
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=1, max_steps=2)
+    trainer.args.max_grad_norm = clips_at
+    before = parameters_of(trainer.model)
+    with pytest.raises(ConfigError, match=r"the Trainer of Transformers.*overlap: commit"):
+        trainer.train()
+    assert_equal(parameters_of(trainer.model), before)
+
+
 WRITTEN = "offload/optimizer/written_bytes"
 
 

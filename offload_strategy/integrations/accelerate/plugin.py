@@ -89,6 +89,11 @@ def session_of(accelerator: Any) -> Session | None:
     return cast("Session | None", getattr(accelerator, _SESSION, None))
 
 
+def _config_of(accelerator: Any) -> OffloadConfig | None:
+    session = session_of(accelerator)
+    return None if session is None else session.config
+
+
 def _due_metrics(accelerator: Any, now: bool) -> dict[str, float]:
     session = session_of(accelerator)
     return {} if session is None else session.metrics(now)
@@ -142,7 +147,7 @@ def _make_session(accelerator: Accelerator, plugin: SSDOffloadPlugin) -> Session
     if distributed == "DEEPSPEED":
         return DeepSpeedSession(config, plugin.metrics_every, accelerator)
     if distributed == "NO" or distributed.startswith("MULTI_") or accelerator.is_fsdp2:
-        install_in_trainer()
+        install_in_trainer(_config_of)
         return Session(config, plugin.metrics_every, accelerator)
     version = " with fsdp_version 1" if distributed == "FSDP" else ""
     raise ConfigError(

@@ -54,7 +54,7 @@ class Session:
     """What the methods of an `Accelerator`, which it does not keep alive, do while it offloads."""
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
-        self._config = config
+        self.config = config
         self._metrics_every = metrics_every  # Optimizer steps; 0 for never
         self._accelerator = weakref.ref(accelerator)
         self._engine: OffloadEngine | None = None
@@ -76,7 +76,7 @@ class Session:
 
     def __reduce__(self) -> Any:
         """A copy of an `Accelerator` has a session without an engine."""
-        return type(self), (self._config, self._metrics_every, self._accelerator())
+        return type(self), (self.config, self._metrics_every, self._accelerator())
 
     @property
     def engine(self) -> OffloadEngine:
@@ -84,7 +84,7 @@ class Session:
         if self._engine is None:
             from offload_strategy.engine.offload_engine import OffloadEngine
 
-            self._engine = OffloadEngine(self._config)
+            self._engine = OffloadEngine(self.config)
             self._logged = LoggedMetrics(self._engine.metrics)
         return self._engine
 
@@ -127,7 +127,7 @@ class Session:
             return original(model, device_placement=device_placement, evaluation_mode=True)
         self.begin(model)
         is_meta = any(parameter.is_meta for parameter in model.parameters())
-        if self._config.parameters.enabled is True and is_meta:
+        if self.config.parameters.enabled is True and is_meta:
             device_placement = False  # `Module.to` refuses what `attach_model` will make
         prepared = original(model, device_placement=device_placement)
         self.attach_model(prepared)
@@ -272,7 +272,7 @@ class Session:
         if is_offloaded(optimizer):
             return optimizer  # The script attached it to an engine of its own.
         if self._owner.scaler is not None:
-            self._config.check_gradients_untouched("Accelerate's loss scaling (mixed_precision)")
+            self.config.check_gradients_untouched("Accelerate's loss scaling (mixed_precision)")
         with self._explained():
             wrapped = self.engine.attach(optimizer=optimizer)
         if not self._counts_steps:  # Of several optimizers, the steps of the first.

@@ -28,6 +28,8 @@ from offload_strategy.integrations import is_offloaded
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from offload_strategy.config import OffloadConfig
+
 _TRAINER_METHOD = "_save_optimizer_and_scheduler"
 _INSTALLED = "_ssd_offload_installed"
 _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False)
@@ -85,12 +87,22 @@ def _is_an_optimizers(file: Any) -> bool:
     return os.path.basename(file).startswith(OPTIMIZER_NAME)
 
 
-def install_in_trainer() -> None:
-    """Wrap the method of the `Trainer`, which is imported before it makes its `Accelerator`."""
+def install_in_trainer(config_of: Callable[[Accelerator], OffloadConfig | None]) -> None:
+    """Wrap methods of the `Trainer`, which is imported before it makes its `Accelerator`."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     original = getattr(trainer, _TRAINER_METHOD, None)
-    if original is None or hasattr(original, _INSTALLED):
+    if trainer is None or original is None or hasattr(original, _INSTALLED):
         return
+    original_train = trainer.train
+
+    @functools.wraps(original_train)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # It clips gradients, and (from version 5) logs their norm without clipping too: refused
+        # there, the first backward pass would have changed weights already.
+        reads = hasattr(self, "_get_grad_norm") or self.args.max_grad_norm
+        if reads and (config := config_of(self.accelerator)) is not None:
+            config.check_gradients_untouched("the Trainer of Transformers")
+        return original_train(self, *args, **kwargs)
 
     @functools.wraps(original)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,3 +113,4 @@ def install_in_trainer() -> None:
 
     setattr(save, _INSTALLED, True)
     setattr(trainer, _TRAINER_METHOD, save)
+    trainer.train = train
