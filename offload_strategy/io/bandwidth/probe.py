@@ -96,17 +96,6 @@ def write_latencies(
     return latencies
 
 
-def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
-    """Allocate `nbytes`, or what the region can spare, but no less than `at_least`."""
-    size = max(min(nbytes, int(region.free_bytes * _SHARE_OF_FREE)), at_least)
-    if (extent := region.allocate(size // PAGE_BYTES * PAGE_BYTES)) is not None:
-        return extent
-    raise StorageError(
-        f"tier {region.tier!r}: {region.path} has no room for a measurement, which needs "
-        f"{format_size(at_least)} in one piece. Free some space there, or name another path."
-    )
-
-
 class _Measurement:
     """The extent, the memory and the moves of one measurement.
 
@@ -116,7 +105,15 @@ class _Measurement:
     def __init__(
         self, region: Region, backend: Backend, nbytes: int, slot_bytes: int | None = None
     ) -> None:
-        self.extent = _allocate(region, nbytes, slot_bytes or _MIN_BYTES)
+        least = slot_bytes or _MIN_BYTES
+        size = max(min(nbytes, int(region.free_bytes * _SHARE_OF_FREE)), least)
+        extent = region.allocate(size // PAGE_BYTES * PAGE_BYTES)
+        if extent is None:
+            raise StorageError(
+                f"tier {region.tier!r}: {region.path} has no room for a measurement, which needs "
+                f"{format_size(least)} in one piece. Free some space there, or name another path."
+            )
+        self.extent = extent
         self._region = region
         # A queue of its own: neither metrics nor the path lock see a measurement.
         self._queue = PathQueue(region, backend, Recorder())
