@@ -123,8 +123,7 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
     unplanned, moves = curve.peak_bytes, []
     if profile.path is not None:
         planner = _Planner(profile, curve, profile.path, limit)
-        planner.hide()
-        planner.force()
+        planner.select()
         moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
 
@@ -211,13 +210,10 @@ class _Planner:
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
         }
 
-    def hide(self) -> None:
-        """Select moves that computation hides."""
+    def select(self) -> None:
+        """Select moves that computation hides, then others, for which training will wait."""
         for move, offer in self._best(hidden=True):
             self._book(move, offer.written, offer.back, hidden=True)
-
-    def force(self) -> None:
-        """Select further moves, for which training will wait."""
         forced = [move for move, _ in self._best(hidden=False)]
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
