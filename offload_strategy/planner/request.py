@@ -245,8 +245,7 @@ class CpuRequest:
             f"{of['copy_rate']}",
             _drives_assumption(self.drives, duplex=self.duplex),
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
-            f"computation loses {cores.io_overhead * 1e9:.3g} s for each GB of I/O"
-            f"{of['io_overhead']}",
+            f"computation loses {cores.io_overhead * 1e9:.3g} s for each GB of I/O",
             "everything overlaps as well as it can, except updates and computation, which share "
             "the cores; measured steps are longer",
             "one memory for everything, in float32: 16 bytes a parameter with gradients and both "

@@ -13,7 +13,6 @@ from offload_strategy.telemetry.recorder import CLIENTS as CLIENTS
 from offload_strategy.telemetry.recorder import Direction as Direction
 from offload_strategy.telemetry.recorder import MoveRecord as MoveRecord
 from offload_strategy.telemetry.recorder import Recorder as Recorder
-from offload_strategy.telemetry.recorder import StallRecord as StallRecord
 from offload_strategy.telemetry.recorder import UpdateRecord as UpdateRecord
 
 
