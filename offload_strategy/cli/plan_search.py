@@ -18,12 +18,12 @@ from typing import Any, get_args
 from offload_strategy.cli.options import given, refuse
 from offload_strategy.cli.this_machine import as_drives, measured_cores, this_gpu, usual_directories
 from offload_strategy.config import default_directory
+from offload_strategy.config.value_types import Overlap, StateType
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import check_writable, write_text
-from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, device, drive_set, table
-from offload_strategy.planner.request import CpuRequest, Request, StateType
+from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.search_result import SearchResult, Space, config_yaml, rounded
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape

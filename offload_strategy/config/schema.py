@@ -34,6 +34,7 @@ from offload_strategy.config.value_types import (
     OptionalFile,
     OverlapMode,
     Size,
+    StateType,
 )
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import GiB, KiB, MiB
@@ -105,7 +106,7 @@ class OptimizerConfig(_Client):
     warning."""
     subgroup_size: AutoOrCount = "auto"
     """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: StateType = "float32"
     """dtype in which float32 states are stored between updates; updates compute in float32.
     'bfloat16' halves the bytes read and written, and rounds: numbers change. Master weights stay
     in float32."""

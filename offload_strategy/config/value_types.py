@@ -122,11 +122,10 @@ AutoOrBool = Annotated[
 
 Count = Annotated[int, BeforeValidator(_number)]
 OptionalFile = Annotated[Path | None, BeforeValidator(_expanded)]
+StateType = Literal["float32", "bfloat16"]
+Overlap = Literal["commit", "eager", "off"]
 # YAML 1.1 reads a bare `off` as the boolean false, and `on` as true.
-OverlapMode = Annotated[
-    Literal["commit", "eager", "off"],
-    BeforeValidator(lambda mode: "off" if mode is False else mode),
-]
+OverlapMode = Annotated[Overlap, BeforeValidator(lambda mode: "off" if mode is False else mode)]
 ChecksumMode = Annotated[
     Literal["auto", "full", "sampled", "off"],
     BeforeValidator(lambda mode: ("off", "full")[mode] if isinstance(mode, bool) else mode),

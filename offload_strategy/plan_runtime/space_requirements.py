@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-Overlap = Literal["commit", "eager", "off"]
+from offload_strategy.config.value_types import Overlap
 
 #: Subgroups in buffers at a time: one is read, one updated, one written, and one is ready.
 SUBGROUPS_IN_FLIGHT = 4

@@ -11,16 +11,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from offload_strategy.config.value_types import StateType
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive
 from offload_strategy.planner.hardware import device as named_device
 from offload_strategy.planner.step_time import Rates
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import GiB, format_size
-
-StateType = Literal["float32", "bfloat16"]
 
 #: Bytes per parameter of both moments of Adam next to a float32 copy of the weights.
 STATE_BYTES: Mapping[StateType, int] = {"float32": 12, "bfloat16": 8}

@@ -21,10 +21,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
+from offload_strategy.config.value_types import ChecksumMode
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.telemetry import get_logger
@@ -139,9 +139,7 @@ def corrupt_data(where: str, nbytes: int, offset: int, by: str, why: str) -> Cor
     )
 
 
-def create_checksum(
-    mode: Literal["auto", "full", "sampled", "off"], backend: Backend
-) -> Checksum | None:
+def create_checksum(mode: ChecksumMode, backend: Backend) -> Checksum | None:
     """Return what `io.checksum` names, None for none. Raises ConfigError if a package is missing.
 
     `auto` is what the backend names; without the package it is `off`, if the backend allows that.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from offload_strategy.config.value_types import StateType
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import optimizer_need
-from offload_strategy.planner.request import HOOK_SECONDS, CpuRequest, Request, StateType
+from offload_strategy.planner.request import HOOK_SECONDS, CpuRequest, Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, layer_tensors
 from offload_strategy.planner.search.settings import OffloadedKind, Placement, Settings, TierSplit
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime

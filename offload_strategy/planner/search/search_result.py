@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from offload_strategy.config import OffloadConfig
+from offload_strategy.config.value_types import Overlap, StateType
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.request import LIMIT_SHARE, CpuRequest, Request, StateType
+from offload_strategy.planner.request import LIMIT_SHARE, CpuRequest, Request
 from offload_strategy.planner.search.settings import Fit, OffloadedKind, Placement, Settings
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from offload_strategy.config.value_types import Overlap, StateType
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.request import WEIGHT_BYTES, StateType
+from offload_strategy.planner.request import WEIGHT_BYTES
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
 from offload_strategy.units import MiB
 
