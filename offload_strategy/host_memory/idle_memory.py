@@ -146,7 +146,6 @@ class IdleLimit:
         return True
 
     def _measure_room(self) -> int:
-        """Return how many bytes more may wait in memory."""
         resident = resident_bytes()
         freed = freed_memory.nbytes()
         in_use = resident - freed

@@ -63,7 +63,7 @@ class PlannedMove:
 
 @dataclass(frozen=True, slots=True)
 class LifetimePlan:
-    """The moves of a step, in the order in which they start."""
+    """The moves of a step, in the order in which they start; `str` gives a table in Markdown."""
 
     limit: int  # Bytes of memory for the step
     peak_bytes: int  # Peak memory with the moves, if all are in time
@@ -86,7 +86,6 @@ class LifetimePlan:
         return all(move.hidden for move in self.moves)
 
     def __str__(self) -> str:
-        """A table in Markdown."""
         rows = []
         for move in self.moves:
             times = (move.leaves_at, move.gone_at, move.fetch_at, move.needed_at)

@@ -102,7 +102,6 @@ class PredictionComparison:
         return {part.part: part for part in self.parts}[name]
 
     def __str__(self) -> str:
-        """A table in Markdown."""
         rows = []
         for part in self.parts:
             values = (_text(value, part.unit) for value in (part.predicted, part.observed))

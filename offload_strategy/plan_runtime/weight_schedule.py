@@ -37,7 +37,7 @@ class ScheduleRow:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """The schedule of a step; `str` gives a table."""
+    """The schedule of a step; `str` gives a table in Markdown."""
 
     rows: tuple[ScheduleRow, ...]  # In the order in which blocks compute
     learned: bool  # Whether this order was observed; otherwise it is that of registration
@@ -53,7 +53,6 @@ class WeightSchedule:
         return sum(row.written_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        """A table in Markdown."""
         rows = []
         for row in self.rows:
             block_pass = row.block_pass

@@ -132,7 +132,6 @@ def table(kind: str) -> dict[str, Any]:
 
 
 def _key(name: str) -> str:
-    """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
     return re.sub(r"(\d)gi?b\b", r"\1g", "".join(words).replace(".", ""))
 

@@ -116,6 +116,5 @@ def _libcuda() -> ctypes.CDLL:
 
 
 def _cufile() -> Any:
-    """Import kvikio and its settings."""
     import_module("kvikio.defaults")
     return import_module("kvikio")
