@@ -121,9 +121,7 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
     curve = MemoryCurve(profile)
     unplanned, moves = curve.peak_bytes, []
     if profile.path is not None:
-        planner = _Planner(profile, curve, profile.path, limit)
-        planner.select()
-        moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
+        moves = _Planner(profile, curve, profile.path, limit).select()
     return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
 
 
@@ -198,7 +196,7 @@ class _Planner:
     """Selects moves; see [Note: greedy selection]."""
 
     def __init__(self, profile: Profile, curve: MemoryCurve, path: PathRates, limit: int) -> None:
-        self.moves: list[PlannedMove] = []
+        self._moves: list[PlannedMove] = []
         self._curve, self._path, self._limit = curve, path, limit
         self._writes, self._reads = _Timeline(path.write), _Timeline(path.read)
         # Possible moves by tensor, each with the first time at which its memory can be free.
@@ -209,8 +207,8 @@ class _Planner:
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
         }
 
-    def select(self) -> None:
-        """Select moves that computation hides, then others, for which training will wait."""
+    def select(self) -> list[PlannedMove]:
+        """Return moves that computation hides, and others, for which training will wait."""
         for move, offer in self._best(hidden=True):
             self._book(move, offer.written, offer.back, hidden=True)
         forced = [move for move, _ in self._best(hidden=False)]
@@ -219,6 +217,7 @@ class _Planner:
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
             self._book(move, self._writes.after(move.leaves_at, move.nbytes), back, hidden=False)
             self._curve.add(back, move.needed_at, move.nbytes)
+        return sorted(self._moves, key=lambda move: (move.leaves_at, move.tensor))
 
     def _best(self, *, hidden: bool) -> Iterator[tuple[PlannedMove, _Offer]]:
         """Take moves out of the possible ones, the best offer first, until the step fits."""
@@ -257,7 +256,7 @@ class _Planner:
         self._writes.book(move.leaves_at, written)
         self._reads.book(-move.needed_at, -back)
         gone = max(written, move.gone_at)
-        self.moves.append(replace(move, gone_at=gone, fetch_at=back, hidden=hidden))
+        self._moves.append(replace(move, gone_at=gone, fetch_at=back, hidden=hidden))
 
 
 # ---------------------------------------------------------------------- files
