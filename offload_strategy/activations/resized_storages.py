@@ -2,9 +2,9 @@
 
 [Note: resized storages]
 `storage.resize_` frees memory that a tensor still refers to: Megatron-LM empties the output of a
-checkpointed region so, and fills it again before backward. To share memory with other processes, as
-a queue of `multiprocessing` does, moves it. No reference keeps that memory, and nothing tells of
-it, so these methods are replaced here: they first ask all who move bytes to be done.
+checkpointed region so, and fills it again before backward. `tensor.resize_` to a larger size moves
+it, and so does sharing it with other processes, as a queue of `multiprocessing` does. No reference
+keeps that memory, so these methods are replaced here: they first ask all who move bytes to be done.
 """
 
 from __future__ import annotations
@@ -35,20 +35,28 @@ def announce_to(reader: ReadsStorages) -> None:
 
 @functools.cache
 def _replace_methods() -> None:
-    kind: Any = torch.UntypedStorage
-
-    def replace(name: str, moves: Callable[..., bool]) -> None:
+    def replace(kind: Any, name: str, moved: Callable[..., torch.UntypedStorage | None]) -> None:
         method = getattr(kind, name)
 
         @functools.wraps(method)
-        def replaced(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
-            if _readers and moves(storage, *args):
+        def replaced(self: Any, *args: Any, **options: Any) -> Any:
+            if _readers and (storage := moved(self, *args)) is not None:
                 for reader in tuple(_readers):
                     reader.let_go(storage)
-            return method(storage, *args, **options)
+            return method(self, *args, **options)
 
         setattr(kind, name, replaced)
 
-    replace("resize_", lambda storage, nbytes: storage.nbytes() != nbytes)
+    kind = torch.UntypedStorage
+    replace(kind, "resize_", lambda self, nbytes: self if self.nbytes() != nbytes else None)
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
-        replace(name, lambda storage, *_: not storage.is_shared())
+        replace(kind, name, lambda self, *_: None if self.is_shared() else self)
+    for name in ("resize_", "resize_as_"):
+        replace(torch.Tensor, name, _storage_of)
+
+
+def _storage_of(tensor: torch.Tensor, *_: Any) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none, nor those of transforms
+        return None

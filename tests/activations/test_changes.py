@@ -316,7 +316,15 @@ def test_data_of_a_weight_that_is_replaced_in_forward(disk):
         assert_same_bits(run(engine), expected)
 
 
-def test_a_tensor_is_shared_with_other_processes_while_it_leaves(disk, monkeypatch):
+MOVES = {
+    "shared, as by a queue of multiprocessing": lambda t: t.share_memory_(),
+    "resized": lambda t: t.resize_(640, 256),
+    "resized as another": lambda t: t.resize_as_(torch.empty(640, 256)),
+}
+
+
+@pytest.mark.parametrize("moves", MOVES)
+def test_the_memory_of_a_tensor_moves_while_it_leaves(disk, monkeypatch, moves):
     move = PosixBackend.move
 
     def late(*args):
@@ -335,7 +343,7 @@ def test_a_tensor_is_shared_with_other_processes_while_it_leaves(disk, monkeypat
             layer.register_forward_hook(lambda *args: outputs.append(args[2]))
         loss = model(noise(64, 256)).square().sum()
         for output in outputs[:-1]:
-            output.detach().share_memory_()  # as a queue of multiprocessing does
+            MOVES[moves](torch.empty(0).set_(output.detach()))
         waste = [torch.full((64, 256), float("nan")) for _ in range(64)]
         if engine is not None:
             on_disk(engine)
