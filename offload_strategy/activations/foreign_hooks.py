@@ -10,12 +10,15 @@ the whole training step; Transformers' `activation_checkpointing_kwargs={"offloa
 Whoever wraps the call of an attached module in hooks of his own (to count, to compress, to
 recompute: non-reentrant checkpointing is such hooks) did not ask for them to be replaced by ours.
 So a saved tensor goes through those first, and what they make of it leaves if it is a tensor.
-Whoever opens hooks inside a forward pass wins, as always.
+Whoever opens hooks inside a forward pass wins, as always. Of a streamed weight all of them get
+another Parameter on the same bytes, as they may keep it (as torch.utils.checkpoint does without
+gradients): offloading takes the bytes away from the weight, unless others share its storage.
 
 [Note: transforms allow no hooks]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` raise an error where saved-tensor hooks are in
 force. They announce themselves with two functions of torch's, which are replaced here: while hooks
-are disallowed, ours are taken off the thread's stack, and what the transform saves stays.
+are disallowed, ours are taken off the thread's stack, and what the transform saves stays, as do the
+weights of blocks that compute.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class HookPair(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
     @property
-    def owner(self) -> object:
+    def owner(self) -> Any:
         """The object whose methods they are, or None."""
         return getattr(self.pack, "__self__", None)
 
@@ -101,7 +104,7 @@ class _Through:
         self.outer = outer
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        packed = self.outer.pack(tensor)
+        packed = self.outer.pack(_to_keep(tensor))
         # Ours never make a tuple, so one stands for what is no tensor.
         return self.ours.pack(packed) if isinstance(packed, torch.Tensor) else (packed,)
 
@@ -110,19 +113,11 @@ class _Through:
         return self.outer.unpack(known)
 
 
-def given_copies_of_frozen_weights(outer: HookPair) -> HookPair:
-    """Return `outer` such that it gets another Parameter on the same bytes for one that is frozen.
-
-    torch.utils.checkpoint keeps what is computed again, and tensors without gradients as the same
-    objects. A weight that is offloaded loses its bytes in place, unless others share its storage.
-    """
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=False)
-        return outer.pack(tensor)
-
-    return HookPair(pack, outer.unpack)
+def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another Parameter on the same bytes for a streamed weight, and others as they are."""
+    if isinstance(tensor, nn.Parameter) and getattr(type(tensor), "stands_for_plain", False):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor
 
 
 # ---------------------------------------------------------------------- others who offload
@@ -162,10 +157,17 @@ _aside = _Aside()
 
 
 @functools.cache
-def step_aside_for_transforms(kind: type) -> None:
-    """See to it that transforms which allow no hooks find no methods of a `kind`. Idempotent."""
+def watch_others(kind: type[Any]) -> None:
+    """Give others' hooks what they may keep, and transforms no methods of a `kind`. Idempotent."""
     disable = _autograd._saved_tensors_hooks_disable
     enable = _autograd._saved_tensors_hooks_enable
+    push = _autograd._push_saved_tensors_default_hooks
+
+    def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+        if isinstance(HookPair(pack, unpack).owner, (kind, _Through)):
+            push(pack, unpack)
+        else:
+            push(functools.wraps(pack)(lambda tensor: pack(_to_keep(tensor))), unpack)
 
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         if not fail_if_non_empty:
@@ -174,6 +176,7 @@ def step_aside_for_transforms(kind: type) -> None:
         # Somebody else's hooks stay, and ours behind somebody else's: the error is theirs.
         while (pair := innermost()) is not None and isinstance(pair.owner, kind):
             _aside.pairs.append(pair)
+            pair.owner.keep_weights()
             _autograd._pop_saved_tensors_default_hooks()
         disable(message)
 
@@ -182,5 +185,6 @@ def step_aside_for_transforms(kind: type) -> None:
         while _aside.pairs:
             _autograd._push_saved_tensors_default_hooks(*_aside.pairs.pop())
 
+    _autograd._push_saved_tensors_default_hooks = push_hooks
     _autograd._saved_tensors_hooks_disable = disable_hooks
     _autograd._saved_tensors_hooks_enable = enable_hooks

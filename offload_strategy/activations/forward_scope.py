@@ -42,7 +42,7 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
-        other_hooks.step_aside_for_transforms(ActivationOffload)
+        other_hooks.watch_others(ActivationOffload)
         self._module = weakref.ref(module)
         scopes = _Scopes(offload, owner)
         self._handles = [

@@ -90,6 +90,8 @@ class ActivationOffload:
         self._verify = verify
         #: Returns what autograd holds in place of a streamed weight; is set before the first pass.
         self.save_weight: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
+        #: Is called when hooks are not allowed any more while blocks with such weights compute.
+        self.keep_weights: Callable[[], None] = lambda: None
         self._writes = TierWrites(store, tiers, keep_originals=verify)
         self._open = _Open()
         #: Makes the profile of `latest_pass`.
@@ -198,7 +200,6 @@ class ActivationOffload:
         if not allowed or owner is self:
             yield allowed
             return
-        outer = None if outer is None else other_hooks.given_copies_of_frozen_weights(outer)
         with UninterruptedSection():
             hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
             hooks.__enter__()

@@ -340,6 +340,7 @@ class OffloadEngine(EngineReports):
         if self._activations is None:
             self._activations = self._make_activations()
         self._activations.save_weight = stream.save
+        self._activations.keep_weights = stream.pin_open_blocks
         stream.saving = self._activations.saving_weights
 
     def _forget_stream(self, activations: ActivationOffload | None) -> None:
@@ -347,7 +348,7 @@ class OffloadEngine(EngineReports):
         self._stream = self._optimizers.stream = None
         self._activations = activations
         if activations is not None:
-            activations.save_weight = lambda tensor: None
+            activations.save_weight, activations.keep_weights = lambda tensor: None, lambda: None
 
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations

@@ -91,11 +91,15 @@ class BlockResidency:
                     weight.acquire()
                 self._open.blocks.append((block, ExitStack()))
             self._prefetch_next()
-        if torch.is_grad_enabled():
-            found_again = self._open.blocks[-1][1].enter_context(self.saving())
-            if not found_again:
-                for weight in block.weights:
-                    weight.pinned = True
+        # Without gradients, too: the block may enable them.
+        if not self._open.blocks[-1][1].enter_context(self.saving()):
+            self.pin_open_blocks()
+
+    def pin_open_blocks(self) -> None:
+        """Keep weights of this thread's blocks until the step ends: autograd saves them itself."""
+        for block, _ in self._open.blocks:
+            for weight in block.weights:
+                weight.pinned = True
 
     @keeps_grad_mode
     def exit_block(self, block: StreamedBlock, *_: Any) -> None:

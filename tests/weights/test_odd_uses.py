@@ -1,6 +1,8 @@
 """Streamed weights in the hands of code that was not written for them, and partly trained."""
 
 import gc
+from itertools import product
+from types import MethodType
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.activations.support import noise
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, attached, bits, gradients, in_turn, weights
-from tests.weights.nets import adamw, loss, net, step, train, zoo_loss
+from tests.weights.nets import Block, Net, adamw, loss, net, step, train, zoo_loss
 from tests.weights.support import OVERLAPS, away, compared, nearly_all_left, the_same
 
 
@@ -101,6 +103,11 @@ def _kept(model, x):
         return model.features(x)
 
 
+def _kept_in_tuples(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda kept: kept[0]):
+        return model(x)
+
+
 def _on_the_host(model, x):
     with torch.autograd.graph.save_on_cpu():
         return model(x)
@@ -116,6 +123,7 @@ CALLS = {
     "of one block and not by way of its hooks": lambda m, x: m.blocks[1].forward(x),
     "of its pieces by hand": lambda m, x: m.head(m.blocks[0](m.stem(x)) * m.scale),
     "under hooks that keep": _kept,
+    "under hooks that keep in tuples": _kept_in_tuples,
     "on the host": _on_the_host,
 }
 
@@ -131,6 +139,60 @@ def test_gradients_of_a_call(model, optimizer, call):
         value.backward()
         history.append({"loss": value.detach().clone(), "x": x.grad, **gradients(model)})
         model.train()
+    return history
+
+
+def _after_a_transform(block, x):
+    y, slopes = torch.func.vjp(lambda x: Block.forward(block, x), x)
+    return Block.forward(block, x) + slopes(y)[0] * block.gain
+
+
+def _in(context):
+    def forward(block, x):
+        with context():
+            return Block.forward(block, x)
+
+    return forward
+
+
+#: What a block does in its own forward.
+WITHIN = {
+    "hooks": _in(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
+    "no hooks allowed": _in(lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here")),
+    "gradients enabled": _in(torch.enable_grad),
+    "a transform": _after_a_transform,
+}
+
+
+class Odd(Block):
+    forward = None
+
+    def __init__(self, within):
+        super().__init__()
+        self.forward = MethodType(WITHIN[within], self)
+
+
+def odd(within):
+    return net(lambda: Net(lambda: Odd(within)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("within", "activations"), [*product(WITHIN, [True, False])])
+@compared(odd, optimizer_of=None)
+def test_gradients_of_blocks_that_do_in_their_own_forward(model, optimizer, within, frozen):
+    """Autograd has their weights, also where no hook of ours is told of what it saves."""
+    for block in model.blocks if frozen else ():
+        block.up.requires_grad_(False)
+    history = []
+    for number in range(2):
+        x = noise(4, 8, seed=number).requires_grad_()
+        y = x
+        with torch.set_grad_enabled(within != "gradients enabled"):
+            for block in model.blocks:
+                y = block(y)
+        value = y.pow(2).sum()
+        value.backward()
+        history.append({"value": value.detach().clone(), "x": x.grad, **gradients(model)})
     return history
 
 
