@@ -22,7 +22,7 @@ from wrapt import when_imported
 
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
-from offload_strategy.errors import OffloadError
+from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.torch_support.accelerator import is_capturing_graph
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.torch_support.modules import calls_of
@@ -42,6 +42,12 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                "attach: the model is a ScriptModule, and PyTorch calls no hooks of such a module. "
+                "Attach one that calls it (torch.nn.Sequential(model)), or the one that it was "
+                "before torch.jit."
+            )
         other_hooks.watch_others(ActivationOffload)
         self._module = weakref.ref(module)
         scopes = _Scopes(offload, owner)

@@ -29,6 +29,11 @@ _CLIENT = "parameters"
 _UNSHARED_USE_COUNT = 2
 
 
+def lies_in_a_row(values: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has its elements in their order, none to be conjugated."""
+    return values.is_contiguous() and not values.is_conj() and not values.is_neg()
+
+
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
@@ -199,7 +204,7 @@ class StreamedWeight:
             form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if form != (self.form.shape, self.form.stride(), self.form.dtype, self.device):
                 self._take_form(parameter)  # model.to(...) has replaced its data
-            if not parameter.is_contiguous():
+            if not lies_in_a_row(parameter):
                 return False
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _UNSHARED_USE_COUNT
 

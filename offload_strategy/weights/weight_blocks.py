@@ -16,7 +16,7 @@ from torch import nn
 from offload_strategy.errors import ConfigError
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 from offload_strategy.weights.guarded_parameter import GuardedParameter
-from offload_strategy.weights.streamed_weight import StreamedWeight
+from offload_strategy.weights.streamed_weight import StreamedWeight, lies_in_a_row
 
 #: Their forward uses weights of modules in them, and reads those before it takes a fast path.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -36,7 +36,7 @@ def cut_into_blocks(
     in several blocks. Instances of module classes named in `classes` are blocks besides repeated
     layers; `choose` says for a module and its name whether it is a block, instead of the search for
     repeated layers. Parameters below `min_bytes` stay in memory. Raises ConfigError if the model
-    has no module of a named class.
+    has no module of a named class, or a scripted one with such parameters.
     """
     known = {type(module).__name__ for module in model.modules()}
     for name in classes:
@@ -49,6 +49,14 @@ def cut_into_blocks(
     covered = {inner for root in roots for inner in root.modules()}
     blocks = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            can_be_streamed(parameter, min_bytes) for parameter in module.parameters()
+        ):
+            raise ConfigError(
+                f"attach: the module {name!r} is a ScriptModule. PyTorch calls no hooks of such a "
+                f"module, so its weights cannot be streamed. Leave it as it was before torch.jit, "
+                f"or keep all weights in memory (parameters: {{enabled: false}})."
+            )
         named = []
         if module in roots or module not in covered:
             named.append(module.named_parameters(prefix=name, recurse=module in roots))
@@ -90,7 +98,7 @@ def _outermost_blocks(
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough.
+    """Whether a parameter can be streamed: plain or sharded, its elements in a row, large enough.
 
     One in memory that processes share stays there: all of them see its updates.
     """
@@ -98,7 +106,7 @@ def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
         return False
     return (
         (type(parameter) in (nn.Parameter, GuardedParameter) or is_sharded(parameter))
-        and parameter.is_contiguous()  # as autograd lays out gradients like their parameters
+        and lies_in_a_row(parameter)  # as autograd lays out gradients like their parameters
         and local_tensor(parameter).nbytes >= max(1, min_bytes)
     )
 

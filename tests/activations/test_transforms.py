@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from offload_strategy import OffloadEngine, OffloadError
+from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.examples.gpt import GPT
 from tests.activations.support import Calls, X, compare, network, noise
 from tests.training import assert_same_bits, bits, gradients, left_bytes, moved, on_disk
@@ -86,6 +86,22 @@ def test_anomaly_mode_names_the_operation_and_changes_nothing_else(engine):
         pytest.warns(UserWarning, match="in SqrtBackward0"),
     ):
         model().backward()
+
+
+# ---------------------------------------------------------------------- scripted
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_attached_by_a_module_that_calls_it(engine):
+    def run(model):
+        slopes = [_slopes(model, model(batch(0))) for _ in range(4)]
+        return [bits(tensor) for tensor in slopes[-1]]  # torch fuses operations in the first ones
+
+    model = torch.jit.script(network())
+    expected = run(model)
+    with pytest.raises(ConfigError, match=r"is a ScriptModule.*nn\.Sequential"):
+        engine.attach(model)
+    outer = nn.Sequential(model)
+    engine.attach(outer)
+    assert run(outer) == expected
 
 
 # ---------------------------------------------------------------------- compiled

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from offload_strategy import ConfigError
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import ZOO, build
@@ -340,6 +341,41 @@ def test_parameters_keep_their_identity_and_what_was_hung_on_them(model, optimiz
     assert all(type(block.up.weight) is Tagged for block in model.blocks)
     assert not {f"blocks.{number}.up.weight" for number in range(3)} & set(away(model))
     return history
+
+
+class Lazy(Block):
+    """Its gain is to be conjugated and negated by whoever computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(8, dtype=torch.cfloat).conj())
+        self.turn = nn.Parameter(torch.rand(8, dtype=torch.cfloat).conj().imag)
+
+    def forward(self, x):
+        inner = self.down(F.gelu(self.up(self.norm(x)))) * self.turn
+        return x + (inner * self.gain).real
+
+
+@pytest.mark.parametrize(("overlap", "activations"), in_turn(OVERLAPS, [True, False]))
+@compared(lambda: net(lambda: Net(Lazy)), lambda m: torch.optim.SGD(m.parameters(), 0.01, 0.9))
+def test_parameters_that_are_conjugate_or_negative_views_stay(model, optimizer):
+    assert model.blocks[0].gain.is_conj()
+    assert model.blocks[0].turn.is_neg()
+    history = train(model, optimizer)
+    stay = {f"blocks.{number}.{name}" for number in range(3) for name in ("gain", "turn")}
+    assert not stay & set(away(model))
+    return history
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_with_weights_to_stream_are_refused(engine):
+    model = net()
+    model.blocks[1] = torch.jit.script(nn.Linear(8, 8))
+    with pytest.raises(ConfigError, match=r"'blocks\.1' is a ScriptModule"):
+        engine.attach(model, adamw(model))
+    assert away(model) == []
+    model.blocks[1] = nn.Linear(8, 8)
+    engine.attach(model, adamw(model))
 
 
 # ---------------------------------------------------------------------- compiled

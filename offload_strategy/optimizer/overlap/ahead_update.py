@@ -145,6 +145,9 @@ def sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     sums = []
     for weight in weights:
         flat = weight.detach().as_strided((weight.numel(),), (1,))
+        if flat.is_conj() or flat.is_neg():  # in their memory
+            storage, begin = flat.untyped_storage(), flat.storage_offset()
+            flat = flat.new_empty(0).set_(storage, begin, flat.shape, (1,))
         per_word = max(1, 8 // flat.element_size())
         begin = min(flat.numel(), -flat.storage_offset() % per_word)
         end = begin + (flat.numel() - begin) // per_word * per_word
