@@ -146,14 +146,8 @@ def refuse_checkpoints_that_offload(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- transforms
-class _Aside(threading.local):
-    """Hooks of ours that were taken off this thread's stack, innermost first."""
-
-    def __init__(self) -> None:
-        self.pairs: list[HookPair] = []
-
-
-_aside = _Aside()
+#: Its `pairs` are the hooks of ours that were taken off a thread's stack, innermost first.
+_aside = threading.local()
 
 
 @functools.cache
@@ -175,15 +169,15 @@ def watch_others(kind: type[Any]) -> None:
             return
         # Somebody else's hooks stay, and ours behind somebody else's: the error is theirs.
         while (pair := innermost()) is not None and isinstance(pair.owner, kind):
-            _aside.pairs.append(pair)
+            _aside.__dict__.setdefault("pairs", []).append(pair)
             pair.owner.keep_weights()
             _autograd._pop_saved_tensors_default_hooks()
         disable(message)
 
     def enable_hooks() -> None:
         enable()
-        while _aside.pairs:
-            _autograd._push_saved_tensors_default_hooks(*_aside.pairs.pop())
+        while pairs := _aside.__dict__.get("pairs"):
+            push(*pairs.pop())
 
     _autograd._push_saved_tensors_default_hooks = push_hooks
     _autograd._saved_tensors_hooks_disable = disable_hooks

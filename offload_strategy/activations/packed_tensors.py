@@ -13,13 +13,13 @@ shares the counter of what was saved: all who saved these bytes see a backward t
 
 from __future__ import annotations
 
-import functools
 import weakref
 
 import torch
 
 from offload_strategy.activations.forward_records import SavedItem
 from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.torch_support.saved_tensors import changed, nothing
 
 
 class KeptTensor:
@@ -40,7 +40,7 @@ class KeptTensor:
     def unpack(self) -> torch.Tensor:
         """Return the tensor, or raise autograd's error if it was changed in place."""
         if self.version >= 0 and self.tensor._version != self.version:
-            raise _changed(self.tensor, self.version, self.tensor.shape)
+            raise changed(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
@@ -79,7 +79,7 @@ class OffloadedTensor:
         self.negated = tensor.is_neg()
         # A detached alias shares the version counter; pointing it at nothing lets the data go.
         self.alias = tensor.detach()
-        self.alias.data = _nothing(dtype, tensor.device)
+        self.alias.data = nothing(dtype, tensor.device)
         self.version = tensor._version
         self.item = item
         self.prefetcher = prefetcher
@@ -89,7 +89,7 @@ class OffloadedTensor:
     def unpack(self) -> torch.Tensor:
         """Return the tensor rebuilt from its bytes, or raise autograd's error if it was changed."""
         if self.alias._version != self.version:
-            raise _changed(self.alias, self.version, self.shape)
+            raise changed(self.alias, self.version, self.shape)
         self.unpacked = True
         tensor = self.alias.detach()
         tensor.data = self.rebuild(self.prefetcher.bytes_of(self.item))
@@ -116,23 +116,3 @@ class OffloadedTensor:
         if self.conjugated:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negated else tensor
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without elements; the same one each time, as nobody changes it."""
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def _changed(alias: torch.Tensor, expected: int, shape: torch.Size) -> RuntimeError:
-    """Return what autograd raises for a tensor whose version was another when it was saved."""
-    try:
-        kind = alias.type()
-    except RuntimeError:  # compressed sparse and opaque layouts have no name of that kind
-        kind = f"{alias.dtype}, {alias.layout}"
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{kind} {list(shape)}] is at version {alias._version}; expected version "
-        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
-        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-    )

@@ -170,7 +170,9 @@ class PlannedBudget(Budget):
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
         if self._profiler.baseline is None:
-            if self._certainly_fits(nbytes, trace):
+            if self._memory.upcoming_bytes is not None and trace.saved_bytes == nbytes:
+                self._certain_room = self._certain(nbytes, trace)  # of a new pass
+            if trace.saved_bytes <= self._certain_room:
                 self._return_freed()
                 return False
             self._begin(nbytes if self._memory.upcoming_bytes is None else trace.alive_bytes())
@@ -244,14 +246,6 @@ class PlannedBudget(Budget):
         return max(0, self._room_from(trace, len(trace.uses) - 1) - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
-    def _certainly_fits(self, nbytes: int, trace: Trace) -> bool:
-        """Return whether what a pass has saved so far may stay without measuring."""
-        if self._memory.upcoming_bytes is None:
-            return False
-        if trace.saved_bytes == nbytes:  # a new pass
-            self._certain_room = self._certain(nbytes, trace)
-        return trace.saved_bytes <= self._certain_room
-
     def _certain(self, nbytes: int, trace: Trace) -> int:
         """Return the bytes that a new pass may save without any doubt that there is room.
 

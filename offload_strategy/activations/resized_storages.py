@@ -12,23 +12,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class ReadsStorages(Protocol):
-    """Who may be moving bytes of storages."""
-
-    def let_go(self, storage: torch.UntypedStorage) -> None:
-        """Be done with the memory of a storage when this returns."""
+_readers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_readers: weakref.WeakSet[ReadsStorages] = weakref.WeakSet()
+def announce_to(reader: Any) -> None:
+    """Tell a reader, as long as it lives, of each storage that is about to be resized or shared.
 
-
-def announce_to(reader: ReadsStorages) -> None:
-    """Tell a reader, as long as it lives, of each storage that is about to be resized or shared."""
+    Its `let_go` returns when it is done with the memory of that storage.
+    """
     _readers.add(reader)
     _replace_methods()
 
@@ -47,16 +42,9 @@ def _replace_methods() -> None:
 
         setattr(kind, name, replaced)
 
-    kind = torch.UntypedStorage
+    kind, has = torch.UntypedStorage, torch._C._has_storage
     replace(kind, "resize_", lambda self, nbytes: self if self.nbytes() != nbytes else None)
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         replace(kind, name, lambda self, *_: None if self.is_shared() else self)
     for name in ("resize_", "resize_as_"):
-        replace(torch.Tensor, name, _storage_of)
-
-
-def _storage_of(tensor: torch.Tensor, *_: Any) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none, nor those of transforms
-        return None
+        replace(torch.Tensor, name, lambda self, *_: self.untyped_storage() if has(self) else None)

@@ -150,15 +150,6 @@ class ActivationOffload:
         """Start a micro-batch: forward passes until the next hint belong together."""
         self._hint += 1
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Offload tensors that are saved in this context; nested contexts change nothing."""
-        hooks = self.enter()
-        try:
-            yield
-        finally:
-            self.leave(hooks)
-
     def enter(self) -> saved_tensors_hooks | None:
         """Start a forward pass on this thread; return None if one is already running."""
         if not self.enabled or self._open.record is not None or not other_hooks.may_open():

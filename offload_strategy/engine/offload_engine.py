@@ -245,11 +245,14 @@ class OffloadEngine(EngineReports):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Offload tensors saved in this context, such as those of a loss outside `forward`."""
-        if self._activations is None or self.closed or not torch.is_grad_enabled():
+        if (offload := self._activations) is None or self.closed or not torch.is_grad_enabled():
             yield
             return
-        with self._activations.forward():
+        hooks = offload.enter()
+        try:
             yield
+        finally:
+            offload.leave(hooks)
 
     def microbatch(self, index: int, *, last: bool) -> None:
         """Announce a micro-batch before its forward pass.

@@ -214,9 +214,7 @@ class CopyEngine:
 
     def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
-        event = torch.Event(self.device)
-        event.record(compute or current_stream(self.device))
-        return event
+        return (compute or current_stream(self.device)).record_event()
 
     def may_overwrite(self, host: torch.Tensor, compute: torch.Stream | None) -> bool:
         """Return whether a stream has waited for all copies of a host buffer to the device.

@@ -35,8 +35,7 @@ class Writer(StorePart):
         self, client: str, payloads: Sequence[torch.Tensor], tiers: Sequence[Tier]
     ) -> int:
         """Wait while too many bytes are to be written; return for how many payloads is room."""
-        count = self._fitting(payloads, tiers)
-        if count:
+        if count := self._fitting(payloads, tiers):
             return count
         registry, nbytes = self.registry, payloads[0].nbytes
         begin = perf_counter()

@@ -180,10 +180,7 @@ class BlockResidency:
                 weight.held = held
 
     def content(self, parameter: torch.Tensor) -> object | None:
-        """Return what stands for the values of a streamed weight; None if it tells nothing.
-
-        It is the same object only as long as the values are the same.
-        """
+        """Return the `StreamedWeight.content` of a parameter; None if it is not streamed."""
         weight = self._weights.get(parameter)
         return None if weight is None else weight.content
 
@@ -244,10 +241,9 @@ class BlockResidency:
 
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Return the handle autograd keeps for a streamed weight or a view of one, else None."""
-        try:
-            weight = self._by_storage.get(int(tensor.untyped_storage()._cdata))
-        except (NotImplementedError, RuntimeError):
+        if not torch._C._has_storage(tensor):
             return None
+        weight = self._by_storage.get(int(tensor.untyped_storage()._cdata))
         offset = None if weight is None else weight.offset_of(tensor)
         if weight is None or offset is None:
             return None  # a view with another dtype or range keeps the storage alive

@@ -98,10 +98,8 @@ def after_collection(find: Callable[[], _Found]) -> _Found:
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor and, for wrapper subclasses, of its inner tensors."""
-    try:
-        storages = [tensor.untyped_storage()]
-    except (NotImplementedError, RuntimeError):
-        storages = []  # sparse tensors and some wrappers have no storage of their own
+    # Sparse tensors and some wrappers have no storage of their own.
+    storages = [tensor.untyped_storage()] if torch._C._has_storage(tensor) else []
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):

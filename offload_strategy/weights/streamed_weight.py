@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
+from offload_strategy.torch_support.saved_tensors import changed, nothing
 from offload_strategy.weights.guarded_parameter import (
     expose,
     guard,
@@ -253,10 +253,6 @@ class StreamedWeight:
         self._ticket = None
 
 
-#: Returns a shared tensor without elements, for a dtype and a device.
-_nothing = functools.cache(lambda dtype, device: torch.empty(0, dtype=dtype, device=device))
-
-
 class SavedWeight:
     """What autograd holds for a saved streamed weight or a view of one: position and version."""
 
@@ -278,7 +274,7 @@ class SavedWeight:
         # Plain autograd saves a leaf itself, and finds the memory that it has by then.
         self._replacements = None if tensor is self._parameter else weight.replacements
         self._alias = tensor.detach()
-        self._alias.data = _nothing(tensor.dtype, tensor.device)
+        self._alias.data = nothing(tensor.dtype, tensor.device)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor on the bytes where they are now.
@@ -294,16 +290,9 @@ class SavedWeight:
                 "the values in place."
             )
         values = self._load_for_backward(self._weight)
-        version = self._alias._version
-        if version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{values.type()} {list(self._shape)}] (the parameter "
-                f"{self._weight.name!r}) is at version {version}; expected version "
-                f"{self._version} instead. Hint: enable anomaly detection to find the operation "
-                "that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+        if self._alias._version != self._version:
+            of = f" (the parameter {self._weight.name!r})"
+            raise changed(self._alias, self._version, self._shape, of)
         if self._replacements is None:
             return values
         view = values.as_strided(self._shape, self._strides, values.storage_offset() + self._offset)
