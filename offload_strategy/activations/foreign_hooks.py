@@ -115,7 +115,7 @@ class _Through:
 
 def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
     """Return another Parameter on the same bytes for a streamed weight, and others as they are."""
-    if isinstance(tensor, nn.Parameter) and getattr(type(tensor), "stands_for_plain", False):
+    if getattr(type(tensor), "stands_for_plain", False) and isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
     return tensor
 
