@@ -92,7 +92,8 @@ class BlockResidency:
                 self._open.blocks.append((block, ExitStack()))
             self._prefetch_next()
         # Without gradients, too: the block may enable them.
-        if not self._open.blocks[-1][1].enter_context(self.saving()):
+        found_again = self._open.blocks[-1][1].enter_context(self.saving())
+        if torch.is_grad_enabled() and not found_again:
             self.pin_open_blocks()
 
     def pin_open_blocks(self) -> None:
