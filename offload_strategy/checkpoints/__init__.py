@@ -1,8 +1,4 @@
-"""Streaming checkpoints: state dicts backed by a file, and files that are saved atomically.
-
-This room moves bytes between tensors and files and knows neither tickets nor optimizers;
-optimizers, integrations and scripts use it alike.
-"""
+"""Streaming checkpoints: state dicts backed by a file, and files that are saved atomically."""
 
 from offload_strategy.checkpoints.consolidation import consolidate
 from offload_strategy.checkpoints.private_maps import load

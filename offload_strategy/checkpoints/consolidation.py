@@ -28,18 +28,12 @@ def consolidate(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
 
     Lightning's directories become checkpoints as Lightning saves them with one device. This needs
     host memory for the whole checkpoint, and temporarily twice its size on disk. The directories
-    have pickles, which may run code when they are read: convert only what you trust.
-
-    Args:
-        source: the checkpoint directory.
-        target: the file to write; it is replaced atomically.
-
-    Returns:
-        The top-level keys of the file.
+    have pickles, which may run code when they are read: convert only what you trust. `target` is
+    replaced atomically. Returns the top-level keys of the file.
 
     Raises:
-        ConfigError: the directory is not a sharded checkpoint.
-        StorageError: the directory cannot be read, or the file cannot be written.
+        ConfigError: `source` is not a sharded checkpoint.
+        StorageError: `source` cannot be read, or `target` cannot be written.
     """
     folder, file = Path(source), Path(target)
     if not (folder / ".metadata").is_file():

@@ -55,11 +55,7 @@ def load(
     The optimizer that `OffloadEngine.attach` returns copies its states one by one, so
     `optimizer.load_state_dict(load(path))` never has all of them in memory. While large tensors are
     in use, the file must not be modified in place; `save` replaces it, `torch.save` modifies it.
-
-    Args:
-        path: path of the file. The format before PyTorch 1.6 is read into memory.
-        map_location: as for `torch.load`.
-        weights_only: as for `torch.load`.
+    The format before PyTorch 1.6 is read into memory. Arguments are as for `torch.load`.
     """
     with open(path, "rb") as file:
         is_archive = zipfile.is_zipfile(file)  # older formats cannot be mapped

@@ -59,15 +59,8 @@ def scratch_directories(tiers: Sequence[Path]) -> list[Path]:
 class ScratchFile:
     """Tensors in one unlinked, owner-only file; see [Note: tensors over private maps].
 
-        with ScratchFile(directories) as scratch:
-            reserved = [scratch.reserve(shape, dtype) for shape, dtype in wanted]
-            scratch.open()
-            for each in reserved:
-                each.fill(0, values)
-            tensors = [each.tensor() for each in reserved]
-
-    All tensors are reserved first, then filled, then mapped, so the disk space is guaranteed before
-    anything is written. Not thread-safe.
+    All tensors are reserved first; then the file is opened, which guarantees the disk space; then
+    they are filled, and mapped at the end. Not thread-safe.
 
     The first directory with enough room is used, with a warning if it is the last of several.
     Without directories tensors are created in ordinary memory.
@@ -86,8 +79,7 @@ class ScratchFile:
     ) -> ScratchTensor:
         """Reserve space for one tensor.
 
-        Strides are in elements, None for contiguous; those with gaps or overlaps become dense, as
-        in `torch.clone`.
+        Strides (None: contiguous) with gaps or overlaps become dense, as in `torch.clone`.
         """
         assert self._file is None, "reserve everything before the file is opened"
         like = torch.empty(shape, dtype=dtype, device="meta")

@@ -52,15 +52,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
     A process that is killed while saving leaves the previous file intact; see [Note: atomic saves].
     The file is a new one each time, so a hard link to the previous file keeps the old contents.
-    Symbolic links are followed, and mode and owner of the previous file are kept.
+    Symbolic links are followed, and mode and owner of the previous file are kept. The directory
+    must exist. Tensors are written one after the other, so file-backed ones, such as those of
+    `optimizer.state_dict()`, need not fit in memory.
 
-    Args:
-        obj: anything `torch.save` accepts. Tensors are written one after the other, so file-backed
-            tensors, such as those of `optimizer.state_dict()`, need not fit in memory.
-        path: path of the file; its directory must exist.
-
-    Raises:
-        StorageError: the file cannot be written; the previous one is intact.
+    Raises a StorageError if the file cannot be written; the previous one is intact.
     """
     target = Path(os.path.realpath(os.fspath(path)))
     size, intact = 0, " The previous file is intact."

@@ -1,8 +1,6 @@
 """The weights that an optimizer updates: ordinary ones, and streamed ones.
 
-Whole streamed weights get new values without reading the old ones: values are stored next to those,
-and then take their place. Weights that are updated in slices are read. See [Note: commit] in
-overlap/ahead_update.py.
+See [Note: new values of streamed weights] in overlap/ahead_update.py. Slices of weights are read.
 """
 
 from __future__ import annotations
@@ -78,12 +76,9 @@ class _AlwaysInMemory(WeightResidency):
 
 
 class UpdatedWeights:
-    """Reaches the weights of an optimizer, some of which may be streamed.
+    """Reaches the weights of an optimizer, some of which may be streamed if there is a residency.
 
-    Args:
-        store: has buffers for copies of streamed weights.
-        tiers: where new weights may wait if those of the weights have no room.
-        residency: of streamed weights; None if weights are never offloaded.
+    New ones wait in `tiers` if those of the weights have no room.
     """
 
     def __init__(

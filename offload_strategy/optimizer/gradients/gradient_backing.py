@@ -107,12 +107,10 @@ def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
 
 
 def has_overflow(tensor: torch.Tensor) -> bool:
-    """Whether any value is infinite or NaN, in one pass without temporary memory.
+    """Whether any value is infinite or NaN, in one pass without masks (MemAscend).
 
-    ``isinf().any() | isnan().any()`` writes masks of a quarter to a half of the tensor's size and
-    reads everything several times (MemAscend, section on the one-pass overflow check).
     `torch.aminmax` propagates NaN, and infinities are the extremes, so both extremes are finite
-    exactly when every value is. No sum is formed that could overflow by itself.
+    exactly when every value is.
     """
     return tensor.numel() > 0 and not bool(
         torch.stack(torch.aminmax(in_memory_order(tensor))).isfinite().all()

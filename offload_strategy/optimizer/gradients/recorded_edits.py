@@ -104,9 +104,8 @@ class Edit:
     def is_identity(self) -> bool:
         """Whether it leaves every value as it is: a factor, or divisor, of exactly one.
 
-        Multiplying by one is exact for zeros of both signs and infinities, and for subnormal
-        numbers unless this thread flushes them (`torch.set_flush_denormal`). Which of the many NaNs
-        a NaN becomes is not tracked.
+        Multiplying by one is exact but for subnormal numbers that this thread flushes
+        (`torch.set_flush_denormal`). Which of the many NaNs a NaN becomes is not tracked.
         """
         if self.op not in _SCALES:
             return False
@@ -131,9 +130,8 @@ class Edit:
 class EditHistory:
     """Edits in the order in which they were requested.
 
-    Two histories are equal if they do the same to the bits of every tensor, as far as can be told
-    without running them: the same operators in the same order, with arguments of the same type and
-    value. Edits that change nothing do not count.
+    Two histories are equal if they have the same operators in the same order, with arguments of the
+    same type and value. Edits that change nothing do not count.
     """
 
     edits: tuple[Edit, ...] = ()

@@ -46,7 +46,12 @@ class RankDirectory:
     """The processes of a group's ranks. All ranks have to make one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        own = _own()
+        try:  # containers of one host may have numbers of their own for processes
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:
+            machine = platform.node()
+        own = RankProcess(machine, platform.node(), os.getpid())
         ranks = dist.get_process_group_ranks(group)
         members: list[Any] = [None] * len(ranks)
         dist.all_gather_object(members, own, group=group)
@@ -112,15 +117,6 @@ def _has_ended(process: psutil.Process | None) -> bool:
         return True
     except OSError:  # there is no free descriptor to look
         return False
-
-
-def _own() -> RankProcess:
-    try:  # containers of one host may have numbers of their own for processes
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = platform.node()
-    return RankProcess(machine, platform.node(), os.getpid())
 
 
 @cache

@@ -66,10 +66,8 @@ class SupportedOptimizer(NamedTuple):
 def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOptimizer:
     """Refuse optimizers whose states cannot be offloaded without changing numbers.
 
-    Raises:
-        UnsupportedOptimizerError: an optimizer, option or parameter that cannot be offloaded.
-        ConfigError: no optimizer, no parameters, parameters without memory, or updates that change
-            variables of the optimizer's class or module.
+    Raises an UnsupportedOptimizerError, or a ConfigError if there is nothing that could be trained
+    with states in memory, or if updates change variables of the optimizer's class or module.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
