@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.states.parameter_slices import (
@@ -149,7 +150,7 @@ def numbers_of(state: dict[str, Any]) -> dict[str, float]:
 
 
 def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states have the same tensors, to the last bit, and numbers."""
+    """Whether two states have the same tensors, to the last bit, and numbers, also in lists."""
 
     def same(mine: Any, theirs: Any) -> bool:
         if not isinstance(mine, torch.Tensor):  # NaN, too, is written as NaN
@@ -158,8 +159,11 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
             *(each.reshape(-1).view(torch.uint8) for each in (mine, theirs))
         )
 
-    one, other = flatten_wrappers(one), flatten_wrappers(other)
-    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    flat = (flatten_wrappers(state) for state in (one, other))
+    (mine, names), (theirs, its_names) = (
+        tree_flatten({name: state[name] for name in sorted(state, key=str)}) for state in flat
+    )
+    return names == its_names and all(map(same, mine, theirs))
 
 
 def copy_with_parameters(
@@ -234,8 +238,7 @@ def update_in_chunks(
 
     `run` updates some tensors and their states, like `run_update`. `upcast` has, for each weight,
     the states to be upcast to float32; `borrow` lends a flat uint8 tensor of so many bytes for
-    that. A generator rounds stochastically; None rounds to nearest. Returns whether the optimizer
-    has added states.
+    that. A generator rounds stochastically, None to nearest. Returns whether there are new states.
     """
     known = [len(state) for state in states]
     scratch = torch.empty(0)
