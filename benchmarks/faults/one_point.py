@@ -30,11 +30,9 @@ from benchmarks.faults.points import Setting
 from offload_strategy import OffloadEngine, load, save
 from offload_strategy.config import default_directory
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer import offloaded_optimizer
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class import compatibility
+from offload_strategy.optimizer.user_class import compatibility, trial
 from offload_strategy.optimizer.user_class.compatibility import SupportedOptimizer
-from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.units import MiB
 
 STEPS = 3
@@ -229,7 +227,7 @@ def _tried_once() -> Iterator[None]:
     supported, sliceable = _trial()
     with (
         mock.patch.object(compatibility, "check_supported", return_value=supported),
-        mock.patch.object(offloaded_optimizer, "is_elementwise", return_value=sliceable),
+        mock.patch.object(trial, "is_elementwise", return_value=sliceable),
     ):
         yield
 
@@ -239,7 +237,7 @@ def _trial() -> tuple[SupportedOptimizer, bool]:
     optimizer, precision = _adamw(_make_model()), Precision()
     group = optimizer.param_groups[0]
     supported = compatibility.check_supported(optimizer, precision)
-    return supported, is_elementwise(optimizer, group, precision)
+    return supported, trial.is_elementwise(optimizer, group, precision)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +27,18 @@ from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.state_dicts import StateView, load_wrapped
+from offload_strategy.optimizer.states.parameter_slices import may_be_sliced
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups, unwrap_tensors
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.optimizer.updated_weights import WeightResidency
 from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
 from offload_strategy.optimizer.user_class.inner_step import refuse_compilation
-from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.torch_support.interrupts import keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
 
@@ -56,12 +56,10 @@ class OffloadedOptimizer(Optimizer):
     Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied.
 
     Args:
-        tiers: where states may be put, in order.
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
         waiting: for gradients, and new weights of an accelerator, before `tiers`.
         directories: where state dicts may be; none for ordinary memory.
-        residency: of streamed weights; None if weights are never offloaded.
         claim: called with this optimizer when it has new parameters, before it hooks them.
     """
 
@@ -86,13 +84,7 @@ class OffloadedOptimizer(Optimizer):
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        #: Whether weights of the group of this index may be updated in slices.
-        self._is_elementwise = cache(
-            lambda index: is_elementwise(inner, inner.param_groups[index], precision)
-        )
-        self._updater = Updater(
-            inner, store, tiers, waiting, precision, residency, self._is_elementwise
-        )
+        self._updater = Updater(inner, store, tiers, waiting, precision, residency)
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
@@ -112,7 +104,7 @@ class OffloadedOptimizer(Optimizer):
         self._claim = claim
         self._has_lazy = any(map(is_lazy, self.parameters()))
         self._state = StateView(
-            self._updater, self._current_subgroups, self._rank_shards, self._states_replaced
+            inner, self._updater, self._current_subgroups, self._rank_shards, self._states_replaced
         )
         self._register_hooks()
         if any(inner.state.values()):
@@ -260,8 +252,7 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state dict: same keys, shapes, dtypes and values.
 
-        Where ranks share updates, all of them must call it, as each has a part; or all of them
-        call `consolidate_state_dict` before.
+        Where ranks share updates, all must call it, or `consolidate_state_dict` before.
 
         Large tensors are ordinary ones over private maps of an unlinked file next to the tier, so
         that saving them streams; the file is gone with the last of them. Raises a TierFullError if
@@ -313,7 +304,7 @@ class OffloadedOptimizer(Optimizer):
         self._states_replaced()
         self._state.states_change(replaced=True)
         given, self.inner.state = self.inner.state, defaultdict(dict)
-        self._store_states(given, self._current_subgroups())
+        self._store_states(given, self._current_subgroups(given))
 
     def _store_states(self, states: dict[Any, Any], subgroups: list[Subgroup]) -> None:
         """Store states; those of other parameters are kept, which may come into a group again."""
@@ -359,12 +350,13 @@ class OffloadedOptimizer(Optimizer):
             self._assign_owners()
             self._updater.replace_states({}, self._rank_shards.others(self._subgroups))
         if not self._subgroups:
-            self._plan()
+            self._plan({})
         return self._subgroups
 
-    def _plan(self) -> None:
-        """Divide all parameters into subgroups."""
-        self._subgroups += plan_subgroups(self.inner, self._subgroup_size, self._is_elementwise)
+    def _plan(self, states: Mapping[torch.Tensor, Any]) -> None:
+        """Divide all parameters into subgroups; those with these states if they may be sliced."""
+        size, is_elementwise = self._subgroup_size, self._updater.is_elementwise
+        self._subgroups += plan_subgroups(self.inner, size, is_elementwise, states)
         for number, subgroup in enumerate(self._subgroups, start=1):
             subgroup.number = number
         self._assign_owners()
@@ -380,25 +372,30 @@ class OffloadedOptimizer(Optimizer):
             self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
     def _is_planned(self) -> bool:
-        """Whether the groups have the parameters for which the subgroups were planned."""
+        """Whether the groups have the parameters and settings that subgroups were planned for."""
         groups = enumerate(self.inner.param_groups)
-        wanted = {(i, id(p)) for i, group in groups for p in group["params"] if not is_lazy(p)}
-        subgroups = self._subgroups
-        return wanted == {(s.group_index, id(e.parameter)) for s in subgroups for e in s.slices}
+        all_of_them = [(index, p) for index, group in groups for p in group["params"]]
+        wanted = {(i, id(p), local_tensor(p).shape) for i, p in all_of_them if not is_lazy(p)}
+        slices = [(s.group_index, each) for s in self._subgroups for each in s.slices]
+        planned = {(i, id(each.parameter), each.shape) for i, each in slices}
+        sliced = {index for index, each in slices if each.rows is not None}
+        return wanted == planned and all(map(self._updater.is_elementwise, sliced))
 
-    def _current_subgroups(self) -> list[Subgroup]:
-        """The subgroups, planned again if the groups' lists were edited since."""
+    def _current_subgroups(self, given: Mapping[torch.Tensor, Any] = {}) -> list[Subgroup]:
+        """The subgroups, planned again if they do not fit any more, or the states to be `given`."""
         subgroups = self._planned()
-        if self._is_planned():
+        sliced = {e.parameter for s in subgroups for e in s.slices if e.rows is not None}
+        if self._is_planned() and all(may_be_sliced(p, given.get(p, {})) for p in sliced):
             return subgroups
-        for ahead_update in () if self._overlap is None else self._overlap.finish():
+        for ahead_update in () if self._overlap is None else self._overlap.finish_early():
             self._updater.drop(ahead_update)  # those of `eager` have been made
         self._rank_shards.discard_consolidated()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
+        states = {**states, **given}
         self._updater.replace_states({}, self._rank_shards.own(subgroups))
-        self._is_elementwise.cache_clear()
+        self._updater.tried.clear()
         subgroups.clear()
-        self._plan()
+        self._plan(states)
         self._store_states({**self.inner.state, **states}, subgroups)
         for gone in self._hooks.keys() - set(map(id, self.parameters())):
             self._hooks.pop(gone).remove()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.inner_guard import own_call
@@ -83,14 +84,14 @@ class _ReadState:
         self.state = state
         self._seen = self._bits()
 
-    def _bits(self) -> list[tuple[Any, ...]]:
-        found: list[tuple[Any, ...]] = []
-        for name, value in flatten_wrappers(self.state).items():
-            if not isinstance(value, torch.Tensor):
-                found.append((name, repr(value)))
-                continue
-            # Versions do not tell of changes by `.data` or NumPy.
-            found.append((name, value.dtype, value.shape, digest_of(value)))
+    def _bits(self) -> list[Any]:
+        leaves, form = tree_flatten(flatten_wrappers(self.state))
+        found: list[Any] = [form]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):  # versions do not tell of changes by NumPy
+                found.append((leaf.dtype, leaf.shape, digest_of(leaf)))
+            else:  # an array's text leaves values out, and digits
+                found.append((repr(leaf), getattr(leaf, "tobytes", bytes)()))
         return found
 
     def take_changes(self) -> bool:
@@ -104,7 +105,7 @@ class _ReadState:
 
     def _references(self) -> list[int]:
         """The most references that the dictionary, a tensor, an inner one and a storage have."""
-        whole = [value for value in self.state.values() if isinstance(value, torch.Tensor)]
+        whole = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, torch.Tensor)]
         plain = [value for value in flatten_wrappers(self.state).values() if packable(value)]
         storages = [value.untyped_storage()._cdata for value in plain]
         return [
@@ -127,11 +128,13 @@ class StateView(MutableMapping[torch.Tensor, State]):
 
     def __init__(
         self,
+        inner: Optimizer,
         updater: Updater,
-        subgroups: Callable[[], list[Subgroup]],
+        subgroups: Callable[..., list[Subgroup]],
         rank_shards: RankShards,
         replaced: Callable[[], None],
     ) -> None:
+        self._inner = inner  # which has the states of parameters that are in no group
         self._updater = updater
         self._subgroups = subgroups
         self._rank_shards = rank_shards
@@ -145,23 +148,28 @@ class StateView(MutableMapping[torch.Tensor, State]):
         if self._read:  # a loop over all states has only one at a time in memory
             self._write_back(next(reversed(self._read)))
         subgroups = self._subgroups_of(parameter)
+        if not subgroups and parameter in self._inner.state:
+            kept: State = self._inner.state[parameter]
+            return kept
         self._rank_shards.check_local(parameter, subgroups)
         states = self._rank_shards.copied_states(subgroups)
         self._read[parameter] = read = _ReadState(states.get(parameter, {}))
         return read.state  # without a state an empty one, like the defaultdict of a plain optimizer
 
     def __setitem__(self, parameter: torch.Tensor, state: State) -> None:
-        subgroups = self._subgroups_of(parameter)
+        subgroups = self._subgroups_of(parameter, {parameter: state})
         if not subgroups:
-            raise KeyError("this parameter does not belong to the optimizer")
+            self._inner.state[parameter] = state
+            return
         own = self._rank_shards.own(subgroups)
         states = {**self._rank_shards.copied_states(own), parameter: state}
         self._read.pop(parameter, None)
         self._replaced()
         self._updater.replace_states(states, own)
 
-    def _subgroups_of(self, parameter: torch.Tensor) -> list[Subgroup]:
-        return [s for s in self._subgroups() if any(p.parameter is parameter for p in s.slices)]
+    def _subgroups_of(self, parameter: torch.Tensor, *given: Any) -> list[Subgroup]:
+        found = self._subgroups(*given)
+        return [s for s in found if any(each.parameter is parameter for each in s.slices)]
 
     def write_back(self) -> None:
         """Write changed copies back, and forget those that nobody holds.
@@ -190,7 +198,10 @@ class StateView(MutableMapping[torch.Tensor, State]):
         self._read.clear()
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        self[parameter] = {}
+        if self._subgroups_of(parameter):
+            self[parameter] = {}
+        else:
+            del self._inner.state[parameter]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         subgroups = self._subgroups()
@@ -203,6 +214,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
                 if has_state and id(param_slice.parameter) not in seen:
                     seen.add(id(param_slice.parameter))
                     yield param_slice.parameter
+        yield from [each for each in self._inner.state if id(each) not in seen]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

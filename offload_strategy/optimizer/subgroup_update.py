@@ -21,8 +21,8 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_val
 from offload_strategy.optimizer.inner_guard import guard_of
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
+    Settings,
     StoredWeight,
-    hyper_parameters,
     sums_of_bits,
     with_gradient,
 )
@@ -39,8 +39,8 @@ from offload_strategy.optimizer.states.subgroups import (
     views_of,
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
-from offload_strategy.optimizer.user_class import inner_step
-from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
+from offload_strategy.optimizer.user_class import inner_step, trial
+from offload_strategy.optimizer.user_class.watch import UnfitUpdateError, switches
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
@@ -58,7 +58,6 @@ class Updater:
         waiting: Tier,
         precision: Precision,
         residency: WeightResidency | None,
-        is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
         self._store = store
@@ -69,7 +68,8 @@ class Updater:
         self.weights = UpdatedWeights(store, tiers, residency)
         self._residency = self.weights.residency
         self.streams = UpdateStreams(enabled=residency is None)
-        self._is_elementwise = is_elementwise
+        #: What trials have told, by index of a group and what may switch a part of its update on.
+        self.tried: dict[tuple[Any, ...], bool] = {}
         #: Indices of the groups whose update has been rehearsed in this step.
         self._rehearsed: set[int] = set()
         # Whether the user's instance selects foreach by itself, by group.
@@ -85,6 +85,18 @@ class Updater:
         groups = self._optimizer.param_groups
         return groups[index] if index < len(groups) else {}
 
+    def settings_of(self, index: int) -> Settings:
+        """What an update of this group reads now besides weights, gradients and states."""
+        return Settings(self._optimizer, self.group_at(index))
+
+    def is_elementwise(self, index: int) -> bool:
+        """Whether weights of the group of this index may be updated in slices, as it is set now."""
+        optimizer, group = self._optimizer, self.group_at(index)
+        key = index, *switches({**vars(optimizer), **group})
+        if key not in self.tried:
+            self.tried[key] = trial.is_elementwise(optimizer, group, self.precision)
+        return self.tried[key]
+
     @contextmanager
     def _measured(self) -> Iterator[UpdateRecord]:
         """Record an update, unless it raises."""
@@ -93,10 +105,7 @@ class Updater:
         self._store.recorder.updated(record)
 
     def autocast_of_step(self, subgroup: Subgroup) -> AbstractContextManager[object]:
-        """Run an update during backward, which may inherit autocast, under that of `step()`.
-
-        It is expected to be that of the last step, and at first none.
-        """
+        """Run an update during backward under the autocast of the last `step()`, at first none."""
         kind = subgroup.slices[0].parameter.device.type
         return self._autocast.setdefault(kind, Autocast(kind)).entered()
 
@@ -155,7 +164,7 @@ class Updater:
         """
         with self._measured() as record:
             indices = list(gradients)
-            hyper = hyper_parameters(self.group_at(subgroup.group_index))
+            settings = self.settings_of(subgroup.group_index)
             parameters = [subgroup.slices[index].parameter for index in indices]
             with self._residency.resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
@@ -194,7 +203,7 @@ class Updater:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
             record.written_bytes = new.nbytes
-            inputs = versions, bits, hyper, Autocast.current(device.type), old
+            inputs = versions, bits, settings, Autocast.current(device.type), old
             ahead = AheadUpdate(subgroup, indices, *inputs, new, memory)
             for place, content in contents.items():
                 ticket = self._residency.store_new(parameters[place], copies[place], self._tiers)
@@ -207,9 +216,8 @@ class Updater:
 
     @torch.no_grad()
     def compare_weights(self, ahead_updates: Sequence[AheadUpdate]) -> None:
-        """Find out which updates have the weights that there are still, where that takes a wait.
+        """Find out which updates have the weights that there are still, waiting once for a device.
 
-        On an accelerator all are compared first, so that the host waits for the device only once.
         On the CPU, `commit` finds the weights that it has compared in the processor's caches.
         """
         there = [each for each in ahead_updates if is_asynchronous(each.bits.device)]
@@ -318,7 +326,7 @@ class Updater:
         if (
             unpacked.flat is not None  # else states may be in memory in their stored dtypes
             and (masters or any(rounded))
-            and self._is_elementwise(subgroup.group_index)
+            and self.is_elementwise(subgroup.group_index)
             and inner_step.can_update_in_chunks(weights, states)
         ):
             has_new_states = inner_step.update_in_chunks(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -151,3 +152,201 @@ def test_within_an_eager_step_nothing_is_saved_and_no_weight_changed(disk):
             model[0].weight.clamp_(-0.1, 0.1)
         with pytest.raises(OffloadError, match="before weights were changed"):
             optimizer.step()
+
+
+def _tensors(*values):
+    """Copies of the tensors in some values, by number."""
+    return {str(number): leaf.clone() for number, leaf in enumerate(tree_leaves(values))}
+
+
+def _sliced(disk, overlap, elements=4096):
+    """Settings with which a parameter of more elements is updated in slices."""
+    return settings(disk, optimizer={"overlap": overlap, "subgroup_size": elements})
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+@pytest.mark.parametrize("reads", [False, True])
+def test_sparse_gradients_of_a_large_parameter_keep_all_rows_of_its_momentum(overlap, reads, disk):
+    def run(engine):
+        torch.manual_seed(0)
+        table = nn.Embedding(256, 64, sparse=True)
+        model = nn.ModuleList([table, nn.Linear(64, 1)])
+        optimizer = attached(engine, model, SGD(model.parameters(), 0.1, momentum=0.9))
+        found = []
+        for step in range(4):
+            rows = (torch.arange(64) * (step + 3) * 5) % 256
+            model[1](table(rows)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if reads:
+                optimizer.load_state_dict(optimizer.state_dict())
+                found.append(_tensors(optimizer.state[table.weight]["momentum_buffer"].to_dense()))
+            found.append(weights(model))
+        momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
+        return [*found, _tensors(momentum._indices(), momentum._values())]
+
+    same_with_and_without(run, _sliced(disk, overlap))
+
+
+def _grows(make, grow_states):
+    """A run in which a table of rows, updated in slices, gets more rows after two steps."""
+
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Embedding(128, 96)])
+        table = model[0].weight
+        optimizer = attached(engine, model, make(model.parameters()))
+        found = []
+        for step in range(4):
+            if step == 2:
+                grow_states(optimizer.state[table])
+                table.data = torch.cat([table.data, torch.ones(64, 96)])
+            optimizer.zero_grad()
+            (table * (step + 1)).pow(2).sum().backward()
+            optimizer.step()
+            found.append(_tensors(weights(model), optimizer.state_dict()["state"].get(0, ())))
+        assert not torch.equal(table[128:], torch.ones(64, 96))
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_rows_that_are_added_to_a_sliced_parameter_are_trained(overlap, disk):
+    def with_zeros(state):
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.cat([state[name], torch.zeros(64, 96)])
+
+    same_with_and_without(
+        _grows(lambda p: SGD(p, 0.01), lambda state: None), _sliced(disk, overlap)
+    )
+    same_with_and_without(_grows(AdamW, with_zeros), _sliced(disk, overlap))
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_states_that_do_not_fit_added_rows_are_an_error_as_without_offload(overlap, disk):
+    with (
+        OffloadEngine(_sliced(disk, overlap)) as engine,
+        pytest.raises(RuntimeError, match="must match the size"),
+    ):
+        _grows(AdamW, lambda state: None)(engine)
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_the_state_of_a_parameter_that_left_its_group_can_be_moved(overlap, disk):
+    def run(engine):
+        model = make_layers(2, 8)
+        optimizer = attached(engine, model, AdamW(model.parameters()))
+        _trained(model, optimizer)
+        old = model[0].weight
+        model[0].weight = new = nn.Parameter(old.detach().clone())
+        optimizer.param_groups[0]["params"][0] = new
+        assert old in optimizer.state
+        assert sum(each is old for each in optimizer.state) == 1
+        optimizer.state[new] = optimizer.state.pop(old)
+        assert old not in optimizer.state
+        found = _trained(model, optimizer)
+        return [*found, _tensors(dict(sorted(optimizer.state_dict()["state"].items())))]
+
+    same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
+
+
+class _Adjustable(Optimizer):
+    """Reads an option that couples the elements of a parameter, and attributes of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2, "centralize": False})
+        self.scale, self.factors = 1.0, [1.0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    gradient = p.grad - p.grad.mean() if group["centralize"] else p.grad
+                    p.add_(gradient * self.scale, alpha=-group["lr"] * self.factors[0])
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_an_option_that_couples_elements_may_be_switched_on_later(overlap, disk):
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 64))
+        optimizer = attached(engine, model, _Adjustable(model.parameters()))
+        found = _trained(model, optimizer)
+        optimizer.param_groups[0]["centralize"] = True
+        return [*found, *_trained(model, optimizer)]
+
+    same_with_and_without(run, _sliced(disk, overlap))
+
+
+_CHANGES = {
+    "a number": lambda optimizer: setattr(optimizer, "scale", optimizer.scale / 2),
+    "another tensor": lambda optimizer: setattr(optimizer, "scale", torch.tensor(0.5)),
+    "an item of a list": lambda optimizer: optimizer.factors.__setitem__(0, 0.5),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES.keys())
+def test_attributes_of_the_optimizer_may_change_before_the_step(change, disk):
+    def run(engine):
+        model = make_layers(2, 8)
+        optimizer = attached(engine, model, _Adjustable(model.parameters()))
+        return _trained(model, optimizer, before=lambda: change(optimizer))
+
+    same_with_and_without(run, settings(disk))
+    with (
+        OffloadEngine(settings(disk, "1MiB", optimizer={"overlap": "eager"})) as engine,
+        pytest.raises(OffloadError, match="of the optimizer were changed"),
+    ):
+        run(engine)
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_a_group_may_be_added_and_saved_before_gradients_are_cleared(overlap, disk):
+    def run(engine):
+        model = make_layers(2, 8)
+        optimizer = attached(engine, model, AdamW(model[1].parameters()))
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            _loss(model, step).backward()
+            optimizer.step()
+            if step == 1:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            found.append(_tensors(weights(model), optimizer.state_dict()["state"]))
+        return found
+
+    same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
+
+
+class _Average(Optimizer):
+    """Averages the last two gradients, which it keeps in a list."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    last = [*self.state[p].get("last", [p.grad.clone()]), p.grad.clone()][-2:]
+                    self.state[p]["last"] = last
+                    p.add_(last[0] + last[1], alpha=-group["lr"] / 2)
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_tensors_in_a_list_of_states_are_whole_and_written_back(overlap, disk):
+    def run(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 64))
+        optimizer = attached(engine, model, _Average(model.parameters()))
+
+        def change():  # of a value that the text of a tensor leaves out
+            optimizer.state[model[1].weight]["last"][0][30, 100] = 1.0
+
+        found = _trained(model, optimizer, after=change)
+        return [*found, _tensors(optimizer.state_dict()["state"])]
+
+    same_with_and_without(run, _sliced(disk, overlap))

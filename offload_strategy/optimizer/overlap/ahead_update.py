@@ -25,14 +25,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
 from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
+from offload_strategy.optimizer.user_class.watch import plain_values, same_parts
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import Autocast
 
@@ -42,20 +45,37 @@ def with_gradient(subgroup: Subgroup) -> list[int]:
     return [i for i, each in enumerate(subgroup.slices) if has_gradient(each.parameter)]
 
 
-def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group's settings: tensors by value, and what else may change in place."""
+class Settings:
+    """What an update reads besides weights, gradients and states: copies, to be compared."""
 
-    def own(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        changeable = isinstance(value, list | dict | set) or hasattr(value, "__array__")
-        return copy(value) if changeable else value
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        def own(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.clone()
+            changeable = isinstance(value, list | dict | set) or hasattr(value, "__array__")
+            return copy(value) if changeable else value
 
-    return {
-        name: value if isinstance(value, bool | float | str | None) else tree_map(own, value)
-        for name, value in group.items()
-        if name != "params"
-    }
+        self._group = tree_map(own, {n: v for n, v in group.items() if n != "params"})
+        # Of tensors on the optimizer, which may be large, the versions.
+        values = plain_values(vars(optimizer))
+        versions = (getattr(value, "_version", None) for _, value in values)
+        self._own = [*chain(*values), *versions]
+
+    def are_same(self, now: Settings) -> bool:
+        """Whether they are equal; a tensor never equals a number."""
+
+        def equal(one: Any, other: Any) -> bool:
+            tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
+            try:
+                return (
+                    torch.equal(one, other) if tensors == 2 else not tensors and bool(one == other)
+                )
+            except Exception:  # such as arrays, whose comparison is an array
+                return False
+
+        (values, form), (others, other_form) = tree_flatten(self._group), tree_flatten(now._group)
+        same_group = form == other_form and all(map(equal, values, others))
+        return same_group and same_parts(self._own, now._own)
 
 
 class StoredWeight(NamedTuple):
@@ -72,11 +92,11 @@ class AheadUpdate:
     subgroup: Subgroup
     #: Of the slices that had a gradient.
     indices: list[int]
-    #: Version counters and sums of bits of the weights that went into it, as `hyper` and
+    #: Version counters and sums of bits of the weights that went into it, as `settings` and
     #: `old_states` did.
     versions: list[int]
     bits: torch.Tensor
-    hyper: dict[str, Any]
+    settings: Settings
     autocast: Autocast
     old_states: StateSet
     states: StateSet
@@ -89,7 +109,7 @@ class AheadUpdate:
     #: Whether `Updater.compare_weights` has found the same weights; None where `commit` compares.
     unchanged: bool | None = None
 
-    def may_be_valid(self, group: dict[str, Any]) -> bool:
+    def may_be_valid(self, settings: Settings) -> bool:
         """Whether `step()` would compute the same, as far as version counters tell.
 
         To be asked before any other update is committed: slices of one parameter share a version.
@@ -98,7 +118,7 @@ class AheadUpdate:
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and self.autocast == Autocast.current(self.autocast.device_type)
-            and same_settings(self.hyper, hyper_parameters(group))
+            and self.settings.are_same(settings)
             and self.versions == [parameter._version for parameter in self.parameters()]
         )
 
@@ -120,20 +140,6 @@ class AheadUpdate:
     def weight(self, place: int) -> torch.Tensor:
         """The current weight at a position among those that it updated."""
         return self.subgroup.slices[self.indices[place]].values
-
-
-def same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether hyper-parameters are equal; a tensor never equals a number."""
-
-    def equal(one: Any, other: Any) -> bool:
-        tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
-        try:
-            return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
-        except Exception:  # such as arrays, whose comparison is an array
-            return False
-
-    (values, form), (others, other_form) = tree_flatten(before), tree_flatten(now)
-    return form == other_form and all(map(equal, values, others))
 
 
 @torch.no_grad()

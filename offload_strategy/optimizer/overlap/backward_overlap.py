@@ -95,6 +95,7 @@ class BackwardOverlap(ABC):
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
         #: What stands for the gradients of this backward that were taken, by parameter.
         self._taken: dict[torch.Tensor, GradientBacking] = {}
+        self._finished_early = False
         self._waiting: deque[Subgroup] = deque()
         #: In the order of completion, as keys.
         self._completed: dict[Subgroup, None] = {}
@@ -228,6 +229,7 @@ class BackwardOverlap(ABC):
         self._taken.clear()
         self._order = [*self._completed, *self._incomplete()]
         self._completed = {}
+        self._finished_early = False
         self._waiting.clear()
         for subgroup in self._order:
             subgroup.ready.clear()
@@ -239,6 +241,13 @@ class BackwardOverlap(ABC):
         self._updates = self._is_ready()
         if self._updates and self._runs_ahead():
             self._prefetch_upcoming()
+
+    def finish_early(self) -> list[AheadUpdate]:
+        """Do what `finish` does, before other subgroups are planned, if there is anything to do."""
+        has_taken = bool(self._taken)
+        ahead_updates = self.finish() if has_taken else []
+        self._finished_early = has_taken
+        return ahead_updates
 
     def _runs_ahead(self) -> bool:
         """Whether subgroups are updated during this backward."""
@@ -279,6 +288,6 @@ class BackwardOverlap(ABC):
         """Handle `zero_grad`, before `step()` or after it."""
         self.reset()
 
-    @abstractmethod
     def states_replaced(self) -> None:
-        """Handle other states, which may come between backward and `step()`."""
+        """Handle other states between backward and `step()`; `commit` finds them in `finish`."""
+        return

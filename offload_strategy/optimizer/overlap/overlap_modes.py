@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,13 +24,8 @@ from offload_strategy.optimizer.gradients.gradient_backing import (
 )
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
-from offload_strategy.optimizer.overlap.ahead_update import (
-    AheadUpdate,
-    hyper_parameters,
-    same_settings,
-)
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate, Settings
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.states.parameter_slices import ParameterSlice
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
@@ -231,8 +225,8 @@ class CommittedUpdates(BackwardOverlap):
         done, valid = self._done, []
         for ahead_update in done.values():
             as_expected = [scalings.get(p) == predicted for p in ahead_update.parameters()]
-            group = self._updater.group_at(ahead_update.subgroup.group_index)
-            if all(as_expected) and ahead_update.may_be_valid(group):
+            settings = self._updater.settings_of(ahead_update.subgroup.group_index)
+            if all(as_expected) and ahead_update.may_be_valid(settings):
                 valid.append(ahead_update)
             else:
                 self._updater.drop(ahead_update)
@@ -246,9 +240,6 @@ class CommittedUpdates(BackwardOverlap):
         self._done = {}
         self.reset()
         return valid
-
-    def states_replaced(self) -> None:
-        """Nothing: `finish` finds that updates have used others."""
 
     def _drop_all(self) -> None:
         for ahead_update in self._done.values():
@@ -282,12 +273,11 @@ class EagerUpdates(BackwardOverlap):
         #: were replaced meanwhile.
         self._unstepped = self._states_replaced = False
         #: With which weights were updated in this backward, by index of their group.
-        self._settings: dict[int, dict[str, Any]] = {}
+        self._settings: dict[int, Settings] = {}
         #: Version counters of the weights after their updates.
         self._versions: dict[torch.Tensor, int] = {}
 
     def _begin_backward(self) -> None:
-        self._states_replaced = False
         self._check_stepped()
         super()._begin_backward()
 
@@ -301,20 +291,17 @@ class EagerUpdates(BackwardOverlap):
         gradients = {index: self._gradients.pop((subgroup, index)) for index in ready}
         self._unstepped = True
         if (group := subgroup.group_index) not in self._settings:
-            self._settings[group] = hyper_parameters(self._updater.group_at(group))
-        self._hold_begun([subgroup.slices[index] for index in ready])
-        with self.streams.updating(list(gradients.values())):
-            self._updater.update_in_place(subgroup, gradients)
-        if not self._updater.weights.streams:
-            updated = [subgroup.slices[index].parameter for index in ready]
-            self._versions.update((each, each._version) for each in updated)
-
-    def _hold_begun(self, slices: Sequence[ParameterSlice]) -> None:
-        """Hold the weights, about to be updated, of which slices are left; release the others."""
+            self._settings[group] = self._updater.settings_of(group)
+        # Hold the weights, about to be updated, of which slices are left; release the others.
+        slices = [subgroup.slices[index] for index in ready]
         for parameter in {each.parameter for each in slices if each.rows is not None}:
             begun = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
             (self._begun.add if begun else self._begun.discard)(parameter)
             self._updater.weights.residency.set_held(parameter, begun)
+        with self.streams.updating(list(gradients.values())):
+            self._updater.update_in_place(subgroup, gradients)
+        if not self._updater.weights.streams:
+            self._versions.update((each.parameter, each.parameter._version) for each in slices)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit.
@@ -346,8 +333,8 @@ class EagerUpdates(BackwardOverlap):
         if self._states_replaced:
             return "states of the optimizer were replaced"
         for index, settings in self._settings.items():
-            if not same_settings(settings, hyper_parameters(self._updater.group_at(index))):
-                return "settings of a parameter group were changed"
+            if not settings.are_same(self._updater.settings_of(index)):
+                return "settings of a parameter group or of the optimizer were changed"
         if any(weight._version != version for weight, version in self._versions.items()):
             return "weights were changed"
         if self._settings and not self._is_ready():
@@ -360,13 +347,12 @@ class EagerUpdates(BackwardOverlap):
                 taken = self._taken.get(parameter)
                 if taken is not None and not (consumed and backing is taken):
                     return "a gradient was replaced, cleared or changed"
-                if taken is None and consumed:
+                if taken is None and consumed and not self._finished_early:
                     return "step() was called again with a gradient that it has used"
         return None
 
     def gradients_cleared(self) -> None:
         """Raise `OffloadError` if no `step()` has followed an update of weights."""
-        self._states_replaced = False
         self.reset()
         self._check_stepped()
 
@@ -390,7 +376,7 @@ class EagerUpdates(BackwardOverlap):
         try:
             self.check_saveable()
         finally:
-            self._unstepped = False
+            self._states_replaced = self._unstepped = False
 
     def _drop_all(self) -> None:
         self._gradients.clear()

@@ -25,7 +25,7 @@ from offload_strategy.optimizer.states.subgroups import (
     rebuild_wrappers,
 )
 from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.torch_support.dtensors import local_tensor, shard_like
+from offload_strategy.torch_support.dtensors import shard_like
 
 #: What ranks do together, for an error of one of them.
 _COLLECT = "collect the optimizer's states"
@@ -252,7 +252,7 @@ def _reserved(
             if name not in own and param_slice.rows is None:
                 own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
             elif name not in own:
-                own[name] = scratch.reserve(local_tensor(param_slice.parameter).shape, dtype)
+                own[name] = scratch.reserve((*param_slice.shape[:1], *segment.shape[1:]), dtype)
     scratch.open()
     return states, slots
 

@@ -1,8 +1,7 @@
 """What of a parameter is updated at once: the local shard of a DTensor, or a slice of its rows.
 
-With `fully_shard` (FSDP2) and tensor parallelism, parameters, gradients and states are `DTensor`s.
-An elementwise update of the whole is the same update of every shard, so subgroups, kernels and
-tiers only see local tensors. Users see DTensors, as plain optimizers make them.
+An elementwise update of a whole DTensor is the same update of every shard, so subgroups, kernels
+and tiers only see local tensors. Users see DTensors, as plain optimizers make them.
 
 [Note: where a parameter may be sliced]
 Vector instructions and the scalar loop that handles the remainder round differently, and some
@@ -15,7 +14,7 @@ update of an element depends on other elements is never sliced.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -35,16 +34,18 @@ class ParameterSlice:
 
     parameter: torch.Tensor
     rows: tuple[int, int] | None = None
+    #: That of the local tensor at first: users may give it another one by `parameter.data`.
+    shape: torch.Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", local_tensor(self.parameter).shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same rows of a tensor with as many rows (a view, if the tensor is dense)."""
+        """The same rows of a dense tensor with as many rows, as a view."""
         tensor = local_tensor(tensor)
         if self.rows is None:
             return tensor
-        begin, end = self.rows
-        if tensor.is_sparse:  # the values of each row stay in the same order
-            return tensor.narrow_copy(0, begin, end - begin)
-        return tensor[begin:end]
+        return tensor[slice(*self.rows)]
 
     @property
     def values(self) -> torch.Tensor:
@@ -56,10 +57,8 @@ class ParameterSlice:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        local = local_tensor(self.parameter)
-        if self.rows is None:
-            return local.numel()
-        return local.numel() // local.size(0) * (self.rows[1] - self.rows[0])
+        begin, end = self.rows or (0, 1)
+        return self.shape.numel() if self.rows is None else self.shape[1:].numel() * (end - begin)
 
     def slice_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """This slice's part of a whole parameter's state."""
@@ -85,6 +84,17 @@ class ParameterSlice:
         return self.of(value) if value.shape == local else value.clone()
 
 
+def may_be_sliced(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Whether its gradient and state are dense and have its shape, which users may have changed.
+
+    The order of additions to sparse ones depends on all of their rows.
+    """
+    local = local_tensor(parameter)
+    values = (parameter.grad, *state.values())
+    tensors = [local_tensor(v) for v in values if isinstance(v, torch.Tensor) and v.dim() > 0]
+    return all(each.shape == local.shape and not each.is_sparse for each in tensors)
+
+
 def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]:
     """Slice a parameter into parts of about equal size, of `limit` elements at most.
 
@@ -103,7 +113,7 @@ def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]
     if count == 1:
         return [ParameterSlice(parameter)]
     cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
-    return [ParameterSlice(parameter, (begin, end)) for begin, end in pairwise(cuts)]
+    return [ParameterSlice(parameter, each) for each in pairwise(cuts)]
 
 
 def in_batches(slices: Iterable[ParameterSlice], limit: int) -> Iterator[list[ParameterSlice]]:

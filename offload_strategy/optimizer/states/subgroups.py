@@ -8,7 +8,7 @@ differently where they meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
     in_batches,
+    may_be_sliced,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import INNER, Precision, copy_rounded
@@ -370,12 +371,13 @@ def plan_subgroups(
     optimizer: Optimizer,
     size: Callable[[int], int],
     is_elementwise: Callable[[int], bool],
+    states: Mapping[torch.Tensor, State],
 ) -> Iterator[Subgroup]:
     """Divide parameters into subgroups, last registered first.
 
     That is about the order in which backward completes gradients, so the first update can begin
     early. `size` gives the maximum number of elements of a subgroup for the number of all elements;
-    `is_elementwise` tells, by index, which groups' parameters may be sliced: others may exceed it.
+    `is_elementwise` tells by index which are sliced if their `states` may be: others may exceed it.
     """
     groups = optimizer.param_groups
     limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))
@@ -384,7 +386,9 @@ def plan_subgroups(
         for parameter in reversed(groups[group_index]["params"]):
             if is_lazy(parameter):
                 continue
-            if local_tensor(parameter).numel() > limit and is_elementwise(group_index):
+            is_large = local_tensor(parameter).numel() > limit
+            fits = is_large and may_be_sliced(parameter, states.get(parameter, {}))
+            if fits and is_elementwise(group_index):
                 slices += slice_parameter(parameter, limit)
             else:
                 slices.append(ParameterSlice(parameter))

@@ -184,10 +184,9 @@ def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[l
 def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
     """Whether slices of a parameter can be updated one after the other, with the same bits.
 
-    Tried on tensors of the group's dtype and device, whole and sliced at multiples of
-    `SLICE_ALIGNMENT`: a flat one, and for each number of dimensions one of the largest shape; see
-    [Note: where a parameter may be sliced]. An optimizer that compiles itself for every shape is
-    never sliced.
+    Tried on tensors of the group's dtype and device, whole and sliced: a flat one, and for each
+    number of dimensions one of the largest shape; see [Note: where a parameter may be sliced]. An
+    optimizer that compiles itself for every shape is never sliced.
     """
     plain = sorted(_plain_parameters(group), key=torch.Tensor.numel)
     if not plain or not plain[0].dtype.is_floating_point or inner_step.has_overrides(optimizer):

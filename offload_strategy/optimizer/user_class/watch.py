@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offload_strategy.torch_support.accelerator import generator_states, generators_of
 
@@ -29,6 +30,7 @@ OWN_ATTRIBUTES = frozenset(
     {
         *("param_groups", "state", "step"),
         "_need_device_dtype_check_for_fused",  # caches a check of devices
+        "_opt_called",  # for schedulers
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     }
 )
@@ -37,8 +39,6 @@ _DEPTH, _WIDTH = 3, 256
 #: Types of values that are compared as such, and of values that are not looked into.
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
-#: Stands for the value of what was not there.
-_ABSENT = object()
 
 
 class UnfitUpdateError(Exception):
@@ -56,15 +56,12 @@ class Watch:
         self._parameters = set(map(id, copy.state))
         self._devices = generators_of(copy.state)
         self._random = generator_states(self._devices)
-        self._shared = dict(shared_values(copy))
-        #: The parts of those that are neither plain nor code.
-        self._parts = {
-            key: parts(value) for key, value in self._shared.items() if not _is_opaque(value)
-        }
+        self._parts = {key: parts(value) for key, value in shared_values(copy)}
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since; raises if anything else has changed."""
-        changed = [key for key, value in shared_values(self._copy) if self._has_changed(key, value)]
+        now = ((key, parts(value)) for key, value in shared_values(self._copy))
+        changed = [key for key, each in now if not same_parts(each, self._parts.get(key, []))]
         if changed or any(id(key) not in self._parameters for key in self._copy.state):
             names = {name for _, name in changed} or {"state"}
             error = UnfitUpdateError(
@@ -75,12 +72,6 @@ class Watch:
             error.leaves_traces = any(place >= own for place, _ in changed)
             raise error
         return not all(map(torch.equal, generator_states(self._devices), self._random))
-
-    def _has_changed(self, key: tuple[int, str], value: Any) -> bool:
-        before = self._shared.get(key, _ABSENT)
-        if value is before:  # there is no need to look inside of most
-            return key in self._parts and not _same(parts(value), self._parts[key])
-        return type(value) is not type(before) or type(value) not in _PLAIN or value != before
 
 
 class RandomOperations(TorchDispatchMode):
@@ -108,15 +99,30 @@ def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]
         yield (place, name), read()
 
 
-def _is_opaque(value: Any) -> bool:
-    """Whether a value is compared as such, or not looked into."""
-    return type(value) in _PLAIN or isinstance(value, CODE)
+def plain_values(space: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The plain values and tensors, also in lists, that an optimizer or a group has, by name."""
+    return [
+        (name, leaf)
+        for name, value in space.items()
+        if name not in ("params", "param_names") and name not in OWN_ATTRIBUTES
+        for leaf in tree_leaves(value)
+        if type(leaf) in _PLAIN or isinstance(leaf, torch.Tensor)
+    ]
+
+
+def switches(space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What may switch a part of an update on or off: of numbers only whether they are 0."""
+    for name, value in plain_values(space):
+        if isinstance(value, int | float):
+            yield name, name == "lr" or bool(value)
+        else:
+            yield name, type(value) if isinstance(value, torch.Tensor) else value
 
 
 def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
     """A value and what it holds that may change: versions of tensors, items, attributes."""
     found = [value]
-    if _is_opaque(value):
+    if type(value) in _PLAIN or isinstance(value, CODE):
         return found
     items: Any = ()
     if isinstance(value, Mapping):
@@ -136,7 +142,8 @@ def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
     return found
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
+def same_parts(now: list[Any], before: list[Any]) -> bool:
+    """Whether plain values are equal, and all others are the same ones."""
     return len(now) == len(before) and all(
         one is other or (type(one) is type(other) in _PLAIN and one == other)
         for one, other in zip(now, before, strict=True)
