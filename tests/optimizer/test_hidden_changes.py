@@ -256,25 +256,33 @@ class _Adjustable(Optimizer):
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2, "centralize": False})
-        self.scale, self.factors = 1.0, [1.0]
+        self.scale, self.factors, self.threshold = 1.0, [1.0], 0
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    gradient = p.grad - p.grad.mean() if group["centralize"] else p.grad
+                    couples = group["centralize"] or self.threshold
+                    gradient = p.grad - p.grad.mean() if couples else p.grad
                     p.add_(gradient * self.scale, alpha=-group["lr"] * self.factors[0])
 
 
+_SWITCHES = {
+    "an option": lambda optimizer: optimizer.param_groups[0].update(centralize=True),
+    "an attribute": lambda optimizer: setattr(optimizer, "threshold", 2),
+}
+
+
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-def test_an_option_that_couples_elements_may_be_switched_on_later(overlap, disk):
+@pytest.mark.parametrize("switch", _SWITCHES.values(), ids=_SWITCHES.keys())
+def test_what_couples_the_elements_of_parameters_may_be_switched_on_later(switch, overlap, disk):
     def run(engine):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 64))
         optimizer = attached(engine, model, _Adjustable(model.parameters()))
         found = _trained(model, optimizer)
-        optimizer.param_groups[0]["centralize"] = True
+        switch(optimizer)
         return [*found, *_trained(model, optimizer)]
 
     same_with_and_without(run, _sliced(disk, overlap))
