@@ -195,10 +195,12 @@ class Client:
         values = world.memory.tensor(nbytes, 64 * random.randrange(3)).view(torch.float32)
         values.copy_(CONTENT[begin : begin + len(values)]).requires_grad_()
         layers = random.choice((3, 1, 6))
-        with world.activations.forward():
-            result = values
+        hooks, result = world.activations.enter(), values
+        try:
             for _ in range(layers):
                 result = _Sine.apply(result, world.memory)
+        finally:
+            world.activations.leave(hooks)
         plain = again = values.detach().clone().requires_grad_()
         for _ in range(layers):
             again = torch.sin(again)
