@@ -59,18 +59,25 @@ def test_a_gradient_that_a_hook_keeps_may_be_changed_unseen(overlap, disk):
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 
 
-class _TrustRatio(Optimizer):
-    """The update of an element depends on the norm of its parameter, as in LAMB."""
+class _OneByOne(Optimizer):
+    """Updates each parameter with a gradient by itself."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-2})
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, {"lr": 1e-2, **options})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+                    self.update(p, group)
+
+
+class _TrustRatio(_OneByOne):
+    """The update of an element depends on the norm of its parameter, as in LAMB."""
+
+    def update(self, p, group):
+        p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
@@ -251,21 +258,17 @@ def test_the_state_of_a_parameter_that_left_its_group_can_be_moved(overlap, disk
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 
 
-class _Adjustable(Optimizer):
+class _Adjustable(_OneByOne):
     """Reads an option that couples the elements of a parameter, and attributes of its own."""
 
     def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-2, "centralize": False})
+        super().__init__(parameters, centralize=False)
         self.scale, self.factors, self.threshold = 1.0, [1.0], 0
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    couples = group["centralize"] or self.threshold
-                    gradient = p.grad - p.grad.mean() if couples else p.grad
-                    p.add_(gradient * self.scale, alpha=-group["lr"] * self.factors[0])
+    def update(self, p, group):
+        couples = group["centralize"] or self.threshold
+        gradient = p.grad - p.grad.mean() if couples else p.grad
+        p.add_(gradient * self.scale, alpha=-group["lr"] * self.factors[0])
 
 
 _SWITCHES = {
@@ -328,20 +331,13 @@ def test_a_group_may_be_added_and_saved_before_gradients_are_cleared(overlap, di
     same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
 
 
-class _Average(Optimizer):
+class _Average(_OneByOne):
     """Averages the last two gradients, which it keeps in a list."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    last = [*self.state[p].get("last", [p.grad.clone()]), p.grad.clone()][-2:]
-                    self.state[p]["last"] = last
-                    p.add_(last[0] + last[1], alpha=-group["lr"] / 2)
+    def update(self, p, group):
+        last = [*self.state[p].get("last", [p.grad.clone()]), p.grad.clone()][-2:]
+        self.state[p]["last"] = last
+        p.add_(last[0] + last[1], alpha=-group["lr"] / 2)
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
