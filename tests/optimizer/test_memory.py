@@ -130,6 +130,33 @@ def test_gradients_that_memory_has_no_room_for_wait_on_the_disk(disk, monkeypatc
     assert 2 * _WIDE**2 * 4 <= written[0] - written[1] <= 2 * (_WIDE**2 * 4 + 4096)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_gradients_that_clipping_changes_in_every_step_wait_where_new_weights_would(
+    has_room, disk, monkeypatch
+):
+    give_room_for_new_weights(monkeypatch, has_room)
+
+    def trained(engine):
+        model, stored = make_layers(4, _WIDE), []
+        optimizer = attached(engine, model, adamw(model))
+        for _ in range(4):
+            optimizer.zero_grad()
+            _backward(model)
+            stored.append(engine is not None and _stored(model))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+            optimizer.step()
+        optimizer.zero_grad()
+        return weights(model), stored
+
+    options = {"gradient_memory": "1B", "subgroup_size": 100_000}
+    with offloading(disk, optimizer=options) as engine:
+        offloaded, stored = trained(engine)
+        assert engine._resources.pool.waiting_bytes == 0, "of gradients that are gone"
+    assert_same_bits(offloaded, trained(None)[0])
+    # An update ran ahead of the first step(), and the others read the gradients.
+    assert stored == [[True] * 4, *[[not has_room] * 4] * 3]
+
+
 def test_the_tiers_must_have_room_for_gradients(disk):
     model = make_layers(4, _WIDE)
     config = settings(disk, optimizer={"gradient_memory": "1B"}, activations={"enabled": False})

@@ -92,13 +92,21 @@ class RetainedGradients:
         self._first: dict[torch.device, tuple[int, int]] = {}
         self._has_stayed, self._excess = False, 0
 
-    def retain(self, backing: GradientBacking) -> None:
-        """Keep a gradient in memory if it fits, else move it to the tiers."""
-        metadata = backing.metadata
+    def retain(self, backing: GradientBacking, *, is_read: bool = False) -> None:
+        """Keep a gradient in memory if it fits, else move it to the tiers.
+
+        One that the update in `step()` is certain to read has the room of new weights, as there
+        are none.
+        """
+        metadata, pool = backing.metadata, self._store.pool
+        on_host = metadata.device.type == "cpu"
         if self._stays(metadata):
             self._in_memory_bytes += metadata.nbytes
         elif metadata.nbytes >= _SMALLEST_BYTES:
-            tiers = self._tiers if metadata.device.type == "cpu" else [self._host, *self._tiers]
+            if is_read and on_host and pool.may_wait(metadata.nbytes):
+                backing.relocate(pool.count_waiting)
+                return
+            tiers = self._tiers if on_host else [self._host, *self._tiers]
             backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
 
     def _stays(self, gradient: TensorMetadata) -> bool:
@@ -194,7 +202,7 @@ class CommittedUpdates(BackwardOverlap):
         return offloaded
 
     def _keep(self, backing: GradientBacking) -> None:
-        self._retained.retain(backing)
+        self._retained.retain(backing, is_read=True)
 
     def _update(self, subgroup: Subgroup) -> None:
         edits = self._prediction.predicted
