@@ -42,8 +42,7 @@ class TierConfig(Section):
     capacity: PositiveSize | None = None
     """Maximum bytes on all paths together and for all processes of a job on a machine together.
     Required for device and dram tiers; for an ssd tier null means the free space of the file
-    systems. With optimizer.overlap: commit, new states occupy the tier before the old ones are
-    freed, so half of a device tier holds states."""
+    systems."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)

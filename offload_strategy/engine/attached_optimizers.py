@@ -92,9 +92,13 @@ class AttachedOptimizers:
             return optimizer
         state_bytes = sum(supported.state_bytes)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._resources.note_device(parameters[0].device)
-        if self._choice.keeps_states(optimizer, state_bytes):
+        device = parameters[0].device
+        self._resources.note_device(device)
+        staying = self._choice.tier_for_states(optimizer, state_bytes)
+        if staying is None:
             return optimizer
+        self._resources.staying.add(staying)
+        self._resources.note_device(device)
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer
@@ -102,7 +106,7 @@ class AttachedOptimizers:
         wrapped: OffloadedOptimizer = compatibility.wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
-            self._resources.clients["optimizer"],
+            [staying, *self._resources.clients["optimizer"]],
             overlap=section.overlap,
             subgroup_size=subgroups,
             is_last=is_last,
@@ -199,7 +203,8 @@ class AttachedOptimizers:
             if accelerated:  # the rest is for gradients, or new weights
                 memory //= 2
         each, tiers = moved / _elements(parameters), self._resources.clients["optimizer"]
-        from_memory = accelerated and tiers[0].is_host_memory
+        outside = [tier for tier in tiers if not tier.is_own_device]
+        from_memory = accelerated and bool(outside) and outside[0].is_host_memory
         return partial(subgroup_size, each=each, memory=memory, from_memory=from_memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
-from offload_strategy.config import OffloadConfig
+from offload_strategy.config import OffloadConfig, TierConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.host_memory.c_allocator import keep_freed_memory, reuse_freed_memory
 from offload_strategy.optimizer.ranks.data_parallel_group import world_size
 from offload_strategy.plan_runtime.lifetime_plan import GivenPlan
+from offload_strategy.store.tiers import DeviceTier
 from offload_strategy.telemetry import CLIENTS, get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
@@ -73,6 +74,8 @@ class AutomaticChoice:
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._swaps = False
+        # Tiers for what of those stays in memory, with the bytes of all states of their optimizer.
+        self._staying: weakref.WeakKeyDictionary[DeviceTier, int] = weakref.WeakKeyDictionary()
         #: Whether gradients accumulate over micro-batches, and stay in memory until the last one.
         self.accumulates = False
         self._decided: dict[str, bool] = {}
@@ -104,29 +107,26 @@ class AutomaticChoice:
             )
         return streams
 
-    def keeps_states(self, optimizer: Optimizer, state_bytes: int) -> bool:
-        """Decide whether so many bytes of states stay in memory, before their optimizer is wrapped.
+    def tier_for_states(self, optimizer: Optimizer, state_bytes: int) -> DeviceTier | None:
+        """Decide how many of these bytes stay in memory, before their optimizer is wrapped.
 
-        Several ranks must decide alike and have different memory, so their states leave.
+        Returns a tier for those that stay if the others leave, None if all stay. Several ranks must
+        decide alike and have different memory, so their states leave.
         """
+        tier = DeviceTier("states that stay", 0)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         on_host = parameters[0].device.type == "cpu"
         streams = self._decided.get("parameters", False)
         if self._config.optimizer.enabled != "auto" or streams or world_size() > 1:
             self._swap(on_host=on_host)
-            return False
+            return tier
         used, limit = self.limit.measure(parameters[0]).used_bytes(), self.limit.limit_bytes()
         states = (value for state in optimizer.state.values() for value in state.values())
         loaded = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
-        keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
-        tiers = ", ".join(tier.name for tier in self._config.tiers_for("optimizer"))
-        what = "stay in memory" if keeps else f"are offloaded to {tiers}"
-        logger.info(
-            f"mode: auto: {format_size(state_bytes)} of optimizer states {what}. With them in "
-            f"memory, training needs {format_size(need)} of the {format_size(limit)} there are, "
-            f"and room for activations."
-        )
+        room = int((1 - _ACTIVATIONS_SHARE) * limit)
+        keeps = need <= room
+        what = f"{format_size(state_bytes)} of optimizer states stay in memory"
         if keeps:
             self._kept[optimizer] = state_bytes
             # Where nothing watches the memory of the process, it must not keep more.
@@ -134,8 +134,33 @@ class AutomaticChoice:
                 keep_freed_memory()
         else:
             self._swap(on_host=on_host)
+            tier.capacity = self._staying_bytes(parameters, state_bytes, room - used + loaded)
+            self._staying[tier] = state_bytes
+            tiers = ", ".join(each.name for each in self._config.tiers_for("optimizer"))
+            what = (
+                f"{format_size(state_bytes - tier.capacity)} of {format_size(state_bytes)} of "
+                f"optimizer states are offloaded to {tiers}"
+            )
+        logger.info(
+            f"mode: auto: {what}. With all of them in memory, training needs {format_size(need)} "
+            f"of the {format_size(limit)} there are, and room for activations."
+        )
         self._decided["optimizer"] = not keeps
-        return keeps
+        return None if keeps else tier
+
+    def _staying_bytes(
+        self, parameters: Sequence[torch.Tensor], state_bytes: int, room: int
+    ) -> int:
+        """Return how many bytes of states stay in so much room, beside what training needs.
+
+        Their gradients stay with them until `step()`, unless all do so or updates are eager.
+        """
+        if any(tier.kind == "device" for tier in self._config.tiers_for("optimizer")):
+            return 0  # the config says how many
+        with_gradients = self._config.optimizer.overlap == "commit" and not self.accumulates
+        gradients = sum(_missing_gradients(parameters)) if with_gradients else 0
+        room -= self.upcoming_bytes(parameters)
+        return max(0, min(state_bytes, room * state_bytes // max(1, state_bytes + gradients)))
 
     def _swap(self, *, on_host: bool) -> None:
         self._swaps = True
@@ -160,6 +185,11 @@ class AutomaticChoice:
         if effective.planning.device_memory != self._config.planning.device_memory:
             limit = effective.planning.model_dump(mode="json")["device_memory"]
             sections["planning"] = {"device_memory": limit}
+        if effective.tiers != self._config.tiers:
+            tiers = [
+                tier.model_dump(mode="json", exclude_defaults=True) for tier in effective.tiers
+            ]
+            sections["tiers"] = tiers
         if sections:
             text = yaml.safe_dump(sections, default_flow_style=True, width=1000).strip()
             logger.info("mode: auto: these settings choose the same: %s", text)
@@ -175,18 +205,21 @@ class AutomaticChoice:
         known = {id(each): each for each in itertools.chain(parameters, *models, *groups)}
         nbytes = sum(state_bytes for optimizer, state_bytes in kept if not optimizer.state)
         if self._swaps:
+            nbytes += sum(tier.capacity - tier.used_bytes for tier in self._staying)
             return nbytes + self._window_bytes(known.values())
-        missing = [p for p in known.values() if p.requires_grad and p.grad is None]
-        return nbytes + sum(local_tensor(parameter).nbytes for parameter in missing)
+        return nbytes + sum(_missing_gradients(known.values()))
 
     def _window_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of gradients and buffers of parameters whose states are offloaded."""
         parameters = list(parameters)
-        missing = [local_tensor(p).nbytes for p in parameters if p.requires_grad and p.grad is None]
-        if self.accumulates or self._config.optimizer.overlap == "off":  # all stay until step()
+        missing, overlap = _missing_gradients(parameters), self._config.optimizer.overlap
+        if self.accumulates or overlap == "off":  # all stay until step()
             gradients = sum(missing)
         else:  # of updates that run, and of the next
             gradients = 2 * max(missing, default=0)
+            if overlap == "commit" and self._staying:  # and of states that stay
+                part = sum(tier.capacity for tier in self._staying) / sum(self._staying.values())
+                gradients = min(sum(missing), gradients + int(part * sum(missing)))
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
         return gradients + (self._pinned_bytes if on_host else 0)
 
@@ -196,9 +229,23 @@ class AutomaticChoice:
         sections = config.__dict__
         for client, decided in self._decided.items():
             sections[client] = sections[client].model_copy(update={"enabled": decided})
+        capacity = sum(tier.capacity for tier in self._staying)
+        if capacity:
+            section, name = config.optimizer, "device"
+            while name in {tier.name for tier in config.tiers}:
+                name += "_"
+            own = TierConfig(name=name, kind="device", capacity=capacity)
+            sections["tiers"] = [own, *config.tiers]
+            names = None if section.tiers is None else [name, *section.tiers]
+            sections["optimizer"] = section.model_copy(update={"tiers": names})
         if config.activations.enabled == "auto":
             sections["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
             if limit_bytes and config.planning.device_memory is None:
                 limit = {"device_memory": limit_bytes}
                 sections["planning"] = config.planning.model_copy(update=limit)
         return config
+
+
+def _missing_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return the bytes of the gradients that parameters will have besides what is there."""
+    return [local_tensor(p).nbytes for p in parameters if p.requires_grad and p.grad is None]

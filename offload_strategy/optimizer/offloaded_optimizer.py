@@ -368,8 +368,10 @@ class OffloadedOptimizer(Optimizer):
     def _assign_owners(self) -> None:
         """Divide subgroups among ranks; this rank's are updated during backward from now on."""
         self._rank_shards.assign_owners(self._subgroups)
+        own = self._rank_shards.own(self._subgroups)
+        self._updater.place_states(own, self.state_bytes)
         if self._overlap is not None:
-            self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
+            self._overlap.set_subgroups(own)
 
     def _is_planned(self) -> bool:
         """Whether the groups have the parameters and settings that subgroups were planned for."""

@@ -46,6 +46,9 @@ from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
 from offload_strategy.torch_support.accelerator import Autocast, current_stream, is_asynchronous
 
+#: Bytes by which the states of a slice exceed their elements at most: each begins aligned.
+_PADDING_BYTES = 256
+
 
 class Updater:
     """Runs updates of subgroups whose states are in the store, by the user's own class."""
@@ -61,11 +64,10 @@ class Updater:
     ) -> None:
         self._optimizer = optimizer
         self._store = store
-        self._tiers = list(tiers)
-        # Nothing crosses the link for what fits into the device's own tier.
-        device_tiers = [tier for tier in tiers if tier.is_own_device]
-        self._new_weight_tiers = [*device_tiers, waiting, *tiers]
-        self.weights = UpdatedWeights(store, tiers, residency)
+        self._device_tiers = [tier for tier in tiers if tier.is_own_device]
+        self._tiers = [tier for tier in tiers if not tier.is_own_device] or list(tiers)
+        self._new_weight_tiers = [waiting, *self._tiers]
+        self.weights = UpdatedWeights(store, self._tiers, residency)
         self._residency = self.weights.residency
         self.streams = UpdateStreams(enabled=residency is None)
         #: What trials have told, by index of a group and what may switch a part of its update on.
@@ -96,6 +98,18 @@ class Updater:
         if key not in self.tried:
             self.tried[key] = trial.is_elementwise(optimizer, group, self.precision)
         return self.tried[key]
+
+    def place_states(self, subgroups: Sequence[Subgroup], state_bytes: int) -> None:
+        """Decide of which subgroups the states stay in a tier of the device.
+
+        Of the last ones that backward completes: it hides the transfers of the first ones.
+        """
+        elements = {s: sum(each.numel for each in s.slices) for s in subgroups}
+        per_element = state_bytes / max(1, sum(elements.values()))
+        room = float(sum(tier.capacity for tier in self._device_tiers))
+        for subgroup in reversed(subgroups):
+            room -= elements[subgroup] * per_element + _PADDING_BYTES * len(subgroup.slices)
+            subgroup.stays_on_device = room >= 0
 
     @contextmanager
     def _measured(self) -> Iterator[UpdateRecord]:
@@ -393,7 +407,8 @@ class Updater:
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
         generator = self._generator(subgroup, updated.source)
-        return updated.pack(self._store, self._tiers, self.precision, generator)
+        tiers = [*self._device_tiers, *self._tiers] if subgroup.stays_on_device else self._tiers
+        return updated.pack(self._store, tiers, self.precision, generator)
 
     def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
         """The generator for stochastic rounding of the next states."""

@@ -188,6 +188,10 @@ class CommittedUpdates(BackwardOverlap):
         #: Whether another backward came after the one that was said to be the last.
         self._accumulates = False
 
+    def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
+        """Update these ahead, but for those whose states need no transfer that this would hide."""
+        super().set_subgroups([each for each in subgroups if not each.stays_on_device])
+
     def _runs_ahead(self) -> bool:
         return self._prediction.is_worthwhile and not self._accumulates
 

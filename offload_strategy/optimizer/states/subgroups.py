@@ -277,6 +277,7 @@ class Subgroup:
     slices: list[ParameterSlice]
     number: int = 0  # Unique within an optimizer
     owner: int = 0  # The data-parallel rank that updates it
+    stays_on_device: bool = False  # Whether its states have a place in a tier of the device
     states: StateSet = field(init=False)
     #: Indices of the slices whose gradient is final in this backward pass.
     ready: set[int] = field(default_factory=set)
