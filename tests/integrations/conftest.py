@@ -41,12 +41,12 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hints(monkeypatch):
-    """The hints that engines are given."""
+    """The hints that engines are given: whether a micro-batch is the last of its step."""
     given = []
     original = OffloadEngine.microbatch
 
     def microbatch(self, index, *, last):
-        given.append((index, last))
+        given.append(last)
         original(self, index, last=last)
 
     monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)

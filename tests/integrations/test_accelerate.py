@@ -37,9 +37,9 @@ def test_accumulation_clipping_and_a_scheduler_are_identical(hints):
     metrics = engine.metrics()
     assert min(left_bytes(metrics, client) for client in ("activations", "optimizer")) > 0
     # Ten batches an epoch: Accelerate also steps after the last one.
-    group = [(0, False), (1, False), (2, False), (3, True)]
+    group = [False, False, False, True]
     # Before `attach` it is said that gradients accumulate.
-    assert hints == [(0, False), *3 * [*group, *group, (0, False), (1, True)]]
+    assert hints == [False, *3 * [*group, *group, False, True]]
 
 
 def test_eager_updates_are_identical_and_clipping_is_refused_in_the_first_step():

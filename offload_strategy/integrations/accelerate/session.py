@@ -69,7 +69,6 @@ class Session:
         self._hooks = ExitStack()  # by which they are removed
         self._counts_steps = False
         self._steps = 0
-        self._micro_batch = 0
         self._logged: LoggedMetrics | None = None
         self._logged_at = -math.inf
         self._log_step: int | None = None
@@ -304,12 +303,10 @@ class Session:
         accelerator, engine = self._accelerator(), self._engine
         if not torch.is_grad_enabled() or accelerator is None or engine is None or engine.closed:
             return
-        engine.microbatch(self._micro_batch, last=accelerator.sync_gradients)
-        self._micro_batch += 1
+        engine.microbatch(0, last=accelerator.sync_gradients)
 
     def _after_step(self, *_: Any) -> None:
         self._steps += 1
-        self._micro_batch = 0
 
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics if they are due, with `now` after any new step; [Note: metrics]."""

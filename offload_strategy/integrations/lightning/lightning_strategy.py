@@ -49,7 +49,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
     _fitting = False
     _in_optimizer_step = False
-    _micro_batch = 0
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
@@ -94,7 +93,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         engine = self._opened_engine()
         _fitted.add(self)
         self._fitting = True
-        self._micro_batch = 0
         if trainer.accumulate_grad_batches > 1:
             engine.microbatch(0, last=False)
         try:
@@ -126,8 +124,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         module = self.lightning_module
         if module is not None and module.automatic_optimization:
             # See [Note: the last micro-batch].
-            engine.microbatch(self._micro_batch, last=self._in_optimizer_step)
-            self._micro_batch = 0 if self._in_optimizer_step else self._micro_batch + 1
+            engine.microbatch(0, last=self._in_optimizer_step)
         with engine.forward():
             return super().training_step(*args, **kwargs)
 
