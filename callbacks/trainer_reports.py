@@ -29,19 +29,18 @@ _INSTALLED = "_ssd_offload_reports"
 _due: ContextVar[Mapping[str, float]] = ContextVar("ssd_offload_due_metrics")
 
 
-def install(metrics_of: Callable[[Any, bool], Mapping[str, float]]) -> None:
+def install(session_of: Callable[[Any], Any]) -> None:
     """Let the Trainer and its reporting callbacks add what is due. Idempotent.
 
     Args:
-        metrics_of: returns the metrics that are due for an `Accelerator`, or, if the second
-            argument is true, for the last step of its training.
+        session_of: returns the session of an `Accelerator`, or None if it does not offload.
     """
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     reports = sys.modules.get("transformers.integrations.integration_utils")
     if trainer is None or reports is None or hasattr(trainer, _INSTALLED):
         return
     setattr(trainer, _INSTALLED, True)
-    trainer.log = _noting(trainer.log, metrics_of)
+    trainer.log = _noting(trainer.log, session_of)
     for callback in set(getattr(reports, "INTEGRATION_TO_CALLBACK", {}).values()):
         if "on_log" in vars(callback):
             callback.on_log = _adding(callback.on_log)
@@ -49,10 +48,11 @@ def install(metrics_of: Callable[[Any, bool], Mapping[str, float]]) -> None:
         vars(reports)["rewrite_logs"] = _keeping_names(original)
 
 
-def _noting(original: Callable[..., None], metrics_of: Callable[..., Any]) -> Callable[..., None]:
+def _noting(original: Callable[..., None], session_of: Callable[[Any], Any]) -> Callable[..., None]:
     @functools.wraps(original)
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        token = _due.set(metrics_of(getattr(self, "accelerator", None), _SUMMARY in logs))
+        session = session_of(getattr(self, "accelerator", None))
+        token = _due.set({} if session is None else session.metrics(now=_SUMMARY in logs))
         try:
             original(self, logs, *args, **kwargs)
         finally:

@@ -89,16 +89,6 @@ def session_of(accelerator: Any) -> Session | None:
     return cast("Session | None", getattr(accelerator, _SESSION, None))
 
 
-def _config_of(accelerator: Any) -> OffloadConfig | None:
-    session = session_of(accelerator)
-    return None if session is None else session.config
-
-
-def _due_metrics(accelerator: Any, now: bool) -> dict[str, float]:
-    session = session_of(accelerator)
-    return {} if session is None else session.metrics(now)
-
-
 @functools.cache  # it is installed once
 def install(module: Any) -> None:
     """Wrap the methods of `accelerate.accelerator.Accelerator` that concern offload. Idempotent."""
@@ -142,12 +132,12 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _make_session(accelerator: Accelerator, plugin: SSDOffloadPlugin) -> Session:
     config = OffloadConfig.load(plugin.config)
-    trainer_reports.install(_due_metrics)
+    trainer_reports.install(session_of)
     distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if distributed == "DEEPSPEED":
         return DeepSpeedSession(config, plugin.metrics_every, accelerator)
     if distributed == "NO" or distributed.startswith("MULTI_") or accelerator.is_fsdp2:
-        install_in_trainer(_config_of)
+        install_in_trainer(session_of)
         return Session(config, plugin.metrics_every, accelerator)
     version = " with fsdp_version 1" if distributed == "FSDP" else ""
     raise ConfigError(

@@ -28,8 +28,6 @@ from offload_strategy.integrations import is_offloaded
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from offload_strategy.config import OffloadConfig
-
 _TRAINER_METHOD = "_save_optimizer_and_scheduler"
 _INSTALLED = "_ssd_offload_installed"
 _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False)
@@ -87,7 +85,7 @@ def _is_an_optimizers(file: Any) -> bool:
     return os.path.basename(file).startswith(OPTIMIZER_NAME)
 
 
-def install_in_trainer(config_of: Callable[[Accelerator], OffloadConfig | None]) -> None:
+def install_in_trainer(session_of: Callable[[Accelerator], Any]) -> None:
     """Wrap methods of the `Trainer`, which is imported before it makes its `Accelerator`."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     original = getattr(trainer, _TRAINER_METHOD, None)
@@ -100,8 +98,8 @@ def install_in_trainer(config_of: Callable[[Accelerator], OffloadConfig | None])
         # It clips gradients, and (from version 5) logs their norm without clipping too: refused
         # there, the first backward pass would have changed weights already.
         reads = hasattr(self, "_get_grad_norm") or self.args.max_grad_norm
-        if reads and (config := config_of(self.accelerator)) is not None:
-            config.check_gradients_untouched("the Trainer of Transformers")
+        if reads and (session := session_of(self.accelerator)) is not None:
+            session.config.check_gradients_untouched("the Trainer of Transformers")
         return original_train(self, *args, **kwargs)
 
     @functools.wraps(original)
