@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from offload_strategy.integrations import FABRICS, FAMILIES, families_in_use
 
 if TYPE_CHECKING:
-    from offload_strategy.integrations.fabric.for_lightning_fabric import SSDOffloadStrategy
+    from offload_strategy.integrations.fabric.fabric_strategy import (
+        SingleDeviceFabricMixin as SSDOffloadStrategy,
+    )
 
 __all__ = ["SSDOffloadStrategy"]
 

@@ -158,9 +158,20 @@ class _AddsGroups:
         cast(Any, super(_AddsGroups, wrapped)).add_param_group(param_group)
 
 
-def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStrategy]) -> None:
-    """Register a strategy with the registry and the class `Fabric` of its install."""
-    engine_strategy.register_in(registry, strategy)
+def fabric_classes(
+    module: str, checkpoint_io: type, strategies: Any, fabric: Any
+) -> tuple[Any, Any, Any]:
+    """Define the classes of a family of Fabric for its module, and register them with Fabric."""
+    define = functools.partial(engine_strategy.define_in, module)
+    io = define("OffloadCheckpointIO", engine_strategy.StreamingCheckpointIO, checkpoint_io)
+    parallel = define("SSDOffloadDataParallelStrategy", OffloadFabricMixin, strategies.DDPStrategy)
+    strategy = define(
+        "SSDOffloadStrategy",
+        SingleDeviceFabricMixin,
+        strategies.SingleDeviceStrategy,
+        parallel_class=parallel,
+    )
+    engine_strategy.register_in(strategies.STRATEGY_REGISTRY, strategy)
     original = fabric.no_backward_sync
 
     @functools.wraps(original)
@@ -171,3 +182,4 @@ def install(fabric: Any, registry: Any, strategy: type[engine_strategy.EngineStr
         return context
 
     fabric.no_backward_sync = no_backward_sync
+    return io, parallel, strategy

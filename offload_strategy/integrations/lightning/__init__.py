@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 from offload_strategy.integrations import FAMILIES, TRAINERS, families_in_use
 
 if TYPE_CHECKING:
-    from offload_strategy.integrations.lightning.for_lightning_pytorch import (
-        SSDOffloadDeepSpeedStrategy,
-        SSDOffloadFSDPStrategy,
-        SSDOffloadStrategy,
+    from offload_strategy.integrations.lightning.deepspeed_strategy import (
+        DeepSpeedOffloadMixin as SSDOffloadDeepSpeedStrategy,
+    )
+    from offload_strategy.integrations.lightning.lightning_strategy import (
+        ShardedMixin as SSDOffloadFSDPStrategy,
+    )
+    from offload_strategy.integrations.lightning.lightning_strategy import (
+        SingleDeviceMixin as SSDOffloadStrategy,
     )
 
 __all__ = ["SSDOffloadDeepSpeedStrategy", "SSDOffloadFSDPStrategy", "SSDOffloadStrategy"]

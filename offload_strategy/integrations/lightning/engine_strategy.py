@@ -148,6 +148,11 @@ class EngineStrategy(EngineOwner, _Strategy):
         return f"<SSDOffloadStrategy for {self._family}; {', '.join(others)}>"
 
 
+def define_in(module: str, name: str, *bases: type, **attributes: Any) -> Any:
+    """Return a new class of a family's module, where pickle finds it by its name."""
+    return type(name, bases, {"__module__": module, "__doc__": bases[0].__doc__, **attributes})
+
+
 def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
     """Register strategies, with variants for ZeRO stages, in a family's registry. Idempotent."""
     for strategy in strategies:

@@ -19,15 +19,20 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from offload_strategy.integrations import is_offloaded
+from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
 from offload_strategy.integrations.lightning.engine_strategy import (
     EngineStrategy,
     OneDeviceStrategy,
+    StreamingCheckpointIO,
+    define_in,
+    register_in,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +197,9 @@ def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.op
 
 
 class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
-    """A strategy for one device; see [Note: one device].
+    """Trains with activations and optimizer states on host memory and SSDs.
+
+    For one device, and by another class for several; see [Note: one device].
 
     Args:
         config: Sections tiers, activations, optimizer, parameters, io and memory with the options
@@ -250,3 +257,27 @@ class ShardedMixin(OffloadStrategyMixin):
             processes = strategy.num_nodes * strategy.num_processes
             strategy._data_parallel_size = processes // strategy._tensor_parallel_size
         super().setup_environment()
+
+
+def trainer_classes(module: str, checkpoint_io: type, strategies: Any) -> tuple[Any, ...]:
+    """Define the classes of a family of Trainers for its module, and register its strategies."""
+    define = partial(define_in, module)
+    parallel = define(
+        "SSDOffloadDataParallelStrategy", OffloadStrategyMixin, strategies.DDPStrategy
+    )
+    registered = (
+        define(
+            "SSDOffloadStrategy",
+            SingleDeviceMixin,
+            strategies.SingleDeviceStrategy,
+            parallel_class=parallel,
+        ),
+        define("SSDOffloadFSDPStrategy", ShardedMixin, strategies.ModelParallelStrategy),
+        define("SSDOffloadDeepSpeedStrategy", DeepSpeedOffloadMixin, strategies.DeepSpeedStrategy),
+    )
+    register_in(strategies.StrategyRegistry, *registered)
+    return (
+        define("OffloadCheckpointIO", StreamingCheckpointIO, checkpoint_io),
+        parallel,
+        *registered,
+    )
