@@ -162,8 +162,9 @@ def fabric_classes(
     module: str, checkpoint_io: type, strategies: Any, fabric: Any
 ) -> tuple[Any, Any, Any]:
     """Define the classes of a family of Fabric for its module, and register them with Fabric."""
-    define = functools.partial(engine_strategy.define_in, module)
-    io = define("OffloadCheckpointIO", engine_strategy.StreamingCheckpointIO, checkpoint_io)
+    define_in, streaming = engine_strategy.define_in, engine_strategy.StreamingCheckpointIO
+    io = define_in(module, "OffloadCheckpointIO", streaming, checkpoint_io)
+    define = functools.partial(define_in, module, checkpoint_io_class=io)
     parallel = define("SSDOffloadDataParallelStrategy", OffloadFabricMixin, strategies.DDPStrategy)
     strategy = define(
         "SSDOffloadStrategy",

@@ -8,7 +8,6 @@ the Trainer or of Fabric, and its weights are offloaded meanwhile (`OffloadEngin
 
 from __future__ import annotations
 
-import importlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +71,8 @@ class EngineOwner:
 class EngineStrategy(EngineOwner, _Strategy):
     """A strategy whose engine offloads what its config says."""
 
+    family: str  # of Lightning; see `define_in`
+    checkpoint_io_class: type[StreamingCheckpointIO]
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
@@ -79,11 +80,6 @@ class EngineStrategy(EngineOwner, _Strategy):
 
         super().__init__(**options)
         self.config: OffloadConfig = OffloadConfig.load(config)
-
-    @property
-    def _family(self) -> str:
-        bases = [base.__module__ for base in type(self).__mro__]
-        return next(f for f in FAMILIES for base in bases if base.startswith(f"{f}."))
 
     def _opened_engine(self) -> OffloadEngine:
         """Return the engine of the next training, opening it if needed."""
@@ -126,7 +122,7 @@ class EngineStrategy(EngineOwner, _Strategy):
         """The user's checkpoint plugin, else one that streams local files."""
         given: Any = self._checkpoint_io
         if getattr(given, "checkpoint_io", given) is None:
-            ours = importlib.import_module(FAMILIES[self._family]).OffloadCheckpointIO()
+            ours: Any = self.checkpoint_io_class()
             if given is None:
                 self._checkpoint_io = ours
             else:
@@ -143,14 +139,16 @@ class EngineStrategy(EngineOwner, _Strategy):
         others = [
             f"{other} has {module}.SSDOffloadStrategy"
             for other, module in FAMILIES.items()
-            if other != self._family
+            if other != self.family
         ]
-        return f"<SSDOffloadStrategy for {self._family}; {', '.join(others)}>"
+        return f"<SSDOffloadStrategy for {self.family}; {', '.join(others)}>"
 
 
 def define_in(module: str, name: str, *bases: type, **attributes: Any) -> Any:
     """Return a new class of a family's module, where pickle finds it by its name."""
-    return type(name, bases, {"__module__": module, "__doc__": bases[0].__doc__, **attributes})
+    family = next(each for each, ours in FAMILIES.items() if ours == module)
+    own = {"__module__": module, "__doc__": bases[0].__doc__, "family": family}
+    return type(name, bases, own | attributes)
 
 
 def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:

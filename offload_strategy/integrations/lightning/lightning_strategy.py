@@ -83,7 +83,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         module = self.lightning_module
         assert module is not None
         clips = type(module).configure_gradient_clipping
-        if module.automatic_optimization and not clips.__module__.startswith(f"{self._family}."):
+        if module.automatic_optimization and not clips.__module__.startswith(f"{self.family}."):
             self.config.check_gradients_untouched("the module's configure_gradient_clipping")
         earlier = self._earlier_fits()
         wrapped = [optimizer for fit in earlier for optimizer in fit.optimizers]
@@ -261,7 +261,8 @@ class ShardedMixin(OffloadStrategyMixin):
 
 def trainer_classes(module: str, checkpoint_io: type, strategies: Any) -> tuple[Any, ...]:
     """Define the classes of a family of Trainers for its module, and register its strategies."""
-    define = partial(define_in, module)
+    io = define_in(module, "OffloadCheckpointIO", StreamingCheckpointIO, checkpoint_io)
+    define = partial(define_in, module, checkpoint_io_class=io)
     parallel = define(
         "SSDOffloadDataParallelStrategy", OffloadStrategyMixin, strategies.DDPStrategy
     )
@@ -276,8 +277,4 @@ def trainer_classes(module: str, checkpoint_io: type, strategies: Any) -> tuple[
         define("SSDOffloadDeepSpeedStrategy", DeepSpeedOffloadMixin, strategies.DeepSpeedStrategy),
     )
     register_in(strategies.StrategyRegistry, *registered)
-    return (
-        define("OffloadCheckpointIO", StreamingCheckpointIO, checkpoint_io),
-        parallel,
-        *registered,
-    )
+    return io, parallel, *registered
