@@ -33,6 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.shared_tickets import SharedFiles, SharedTicket
+from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.interrupts import (
     UninterruptedSection,
@@ -41,7 +42,7 @@ from offload_strategy.torch_support.interrupts import (
 )
 from offload_strategy.torch_support.modules import calls_of
 from offload_strategy.units import MiB
-from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
+from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight, Streaming
 from offload_strategy.weights.weight_blocks import BlockOrder, StreamedBlock
 
 #: Bytes of weights accessed outside their blocks that may stay besides the current one.
@@ -56,16 +57,20 @@ _NO_READERS = tuple(
 _frames_lock = threading.RLock()
 
 
-class BlockResidency:
+class BlockResidency(Streaming):
     """Loads the weights of a block before it computes, and offloads them for the next ones."""
 
-    def __init__(self, blocks_in_flight: int, files: SharedFiles) -> None:
+    def __init__(
+        self, store: TensorStore, tiers: Sequence[Tier], blocks_in_flight: int, files: SharedFiles
+    ) -> None:
+        self.store = store
+        self.tiers = list(tiers)
         self._most = blocks_in_flight
         #: Through which other processes of this machine read weights, and this one theirs.
         self.files = files
         # Tickets that other processes may read, of each weight the present one and older ones.
         self._shared: dict[StreamedWeight, list[Ticket]] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._open = _Open()
         self._order = BlockOrder()
         self._weights: MutableMapping[torch.Tensor, StreamedWeight] = WeakTensorKeyDictionary()
@@ -83,7 +88,7 @@ class BlockResidency:
     @keeps_grad_mode
     def enter_block(self, block: StreamedBlock, *_: Any) -> None:
         """Load and acquire the weights of a block that is about to compute; a pre-hook."""
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             self._mark_needed(block)
             self._load(block)
             with UninterruptedSection():  # all are in memory: nothing waits or fails
@@ -110,7 +115,7 @@ class BlockResidency:
         if not places:
             return
         open_blocks.pop(places[-1])[1].close()
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             for weight in block.weights:
                 weight.release()
             self._calls.may_have_readers = True
@@ -129,7 +134,7 @@ class BlockResidency:
     def end_step(self) -> None:
         """End a step: nothing that autograd saved is needed any more."""
         self._exit_blocks([block for block, _ in self._open.blocks])
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             self._order.step_ended()
             for weight in list(self._weights.values()):
                 weight.pinned = False
@@ -155,14 +160,14 @@ class BlockResidency:
             yield
             return
         acquired = ExitStack()
-        with self._lock:
+        with self.lock:
             try:
                 with default_modes():
                     for weight in weights:
                         if blocks := self._blocks_of.get(weight):
                             self._resident[blocks[0]] = None
                         else:  # its model is not attached yet
-                            self._on_access(weight)
+                            self.on_access(weight)
                         weight.acquire()
                         acquired.callback(weight.release)
                         weight.changed |= changes
@@ -176,7 +181,7 @@ class BlockResidency:
 
     def set_held(self, parameter: torch.Tensor, held: bool) -> None:
         """Do not offload a streamed weight, once it is in memory, as long as it is held."""
-        with self._lock:
+        with self.lock:
             if (weight := self._weights.get(parameter)) is not None:
                 weight.held = held
 
@@ -198,7 +203,7 @@ class BlockResidency:
 
     def replace(self, parameter: torch.Tensor, ticket: Ticket) -> bool:
         """Make stored values those of a weight without loading them, if it is streamed still."""
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             weight = self._weights.get(parameter)
             if weight is not None:
                 weight.take_ticket(ticket)
@@ -215,7 +220,7 @@ class BlockResidency:
         before `drop_replaced`. Raises StorageError if weights cannot be written.
         """
         weights = [self._weights[parameter] for parameter in parameters]
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             for weight in weights:
                 self._offload_weight(weight)
             tickets = [weight.content for weight in weights]
@@ -235,7 +240,7 @@ class BlockResidency:
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""
-        with self._lock:
+        with self.lock:
             for parameter in parameters if self._weights else ():
                 if (weight := self._weights.get(parameter)) is not None:
                     weight.prefetch()
@@ -249,11 +254,11 @@ class BlockResidency:
         if weight is None or offset is None:
             return None  # a view with another dtype or range keeps the storage alive
         with default_modes():
-            return SavedWeight(tensor, weight, offset, self.load_now)
+            return SavedWeight(tensor, weight, offset)
 
     def load_now(self, weight: StreamedWeight) -> torch.Tensor:
         """Load a weight that backward or an all-gather needs; return its values."""
-        with self._lock, default_modes():
+        with self.lock, default_modes():
             for block in self._blocks_of.get(weight, ())[:1]:
                 self._mark_needed(block)
                 if not weight.is_resident:
@@ -262,9 +267,9 @@ class BlockResidency:
             weight.load()
             return weight.values()
 
-    def _on_access(self, weight: StreamedWeight) -> None:
+    def on_access(self, weight: StreamedWeight) -> None:
         """Record an access to a weight outside its block, and make room for it."""
-        with self._lock:
+        with self.lock:
             self._accessed.pop(weight, None)
             self._accessed[weight] = None
             self._offload_accessed(keep=weight)

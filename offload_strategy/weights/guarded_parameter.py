@@ -139,7 +139,8 @@ class GuardedParameter(ResidentParameter):
             if not accessed:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            with accessed[0].saving() as found_again, torch._C.DisableTorchFunctionSubclass():
+            saving = accessed[0].stream.saving()
+            with saving as found_again, torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             results = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
             if not found_again and any(each.grad_fn is not None for each in results):

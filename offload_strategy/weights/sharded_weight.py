@@ -18,7 +18,7 @@ last, and their memory is not used again before either is done.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +31,7 @@ from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 from offload_strategy.torch_support.dtensors import fsdp_groups
 from offload_strategy.weights.guarded_parameter import nan_placeholder
-from offload_strategy.weights.streamed_weight import StreamedWeight
+from offload_strategy.weights.streamed_weight import StreamedWeight, Streaming
 
 _aten = torch.ops.aten
 
@@ -125,16 +125,13 @@ class ShardedWeight(StreamedWeight):
     takes the place of FSDP2's own flat tensor.
     """
 
-    def __init__(
-        self, name: str, fsdp_param: Any, load_now: Callable[[StreamedWeight], None], *services: Any
-    ) -> None:
+    def __init__(self, name: str, fsdp_param: Any, stream: Streaming) -> None:
         sharded = fsdp_param.sharded_param
         flat = nn.Parameter(fsdp_param._sharded_param_data, requires_grad=False)
         self.local_form = torch.empty_like(sharded._local_tensor, device="meta")
-        super().__init__(name, flat, *services)
+        super().__init__(name, flat, stream)
         self._fsdp_param = weakref.ref(fsdp_param)
         self.key = weakref.ref(sharded)
-        self._load_now = load_now
         # Stream of the last use, and an event after it; see [Note: streams of FSDP2].
         self._last_use: tuple[torch.Stream, torch.Event] | None = None
         #: Whether the model has its plain tensors back; what was taken from it before shares them.
@@ -158,9 +155,8 @@ class ShardedWeight(StreamedWeight):
     def all_gather_input(self) -> torch.Tensor:
         """Return the padded values in the dtype to compute in, loaded if necessary."""
         fsdp_param: Any = self._fsdp_param()
-        with self._lock:
-            self._load_now(self)
-            values = self.values().view(fsdp_param.padded_sharded_param_size)
+        with self.stream.lock:
+            values = self.stream.load_now(self).view(fsdp_param.padded_sharded_param_size)
         return values if fsdp_param.param_dtype is None else values.to(fsdp_param.param_dtype)
 
     def load(self) -> None:
@@ -191,7 +187,7 @@ class ShardedWeight(StreamedWeight):
 
     def end_access(self) -> None:
         """Undo one `begin_access`."""
-        with self._lock:
+        with self.stream.lock:
             self._note_use()
             super().end_access()
 

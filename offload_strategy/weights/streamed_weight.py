@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,24 +34,27 @@ def lies_in_a_row(values: torch.Tensor) -> bool:
     return values.is_contiguous() and not values.is_conj() and not values.is_neg()
 
 
+class Streaming(Protocol):
+    """What a weight needs of that which streams it."""
+
+    store: TensorStore
+    tiers: Sequence[Tier]
+    #: Held by whoever prefetches, loads, acquires, releases or offloads a weight.
+    lock: AbstractContextManager[Any]
+    #: Makes a context that recognizes saved weights, and yields False if it cannot.
+    saving: Callable[[], AbstractContextManager[bool]]
+
+    def on_access(self, weight: StreamedWeight) -> None:
+        """Note that a weight is accessed outside its block."""
+
+    def load_now(self, weight: StreamedWeight) -> torch.Tensor:
+        """Return the values of a weight that is needed at once."""
+
+
 class StreamedWeight:
-    """A parameter whose bytes are in the store while they are not in memory.
+    """A parameter, not kept alive, whose bytes are in the store while they are not in memory."""
 
-    It does not keep the parameter alive. Whoever prefetches, loads, acquires, releases or offloads
-    it holds the lock. `on_access` is called when the parameter is accessed outside its block;
-    `saving` makes a context that recognizes saved weights, and yields False if it cannot.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        store: TensorStore,
-        tiers: Sequence[Tier],
-        on_access: Callable[[StreamedWeight], None],
-        saving: Callable[[], AbstractContextManager[bool]],
-        lock: AbstractContextManager[Any],
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, stream: Streaming) -> None:
         self.name = name
         self._take_form(parameter)  # a meta tensor of its shape, strides and dtype
         #: Number of blocks and accesses that need the bytes now.
@@ -70,11 +73,7 @@ class StreamedWeight:
         self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         #: The parameter that the model has; both are None after it was freed.
         self.key: weakref.ref[Any] = self.parameter
-        self._store = store
-        self._tiers = list(tiers)
-        self._on_access = on_access
-        self.saving = saving
-        self._lock = lock
+        self.stream = stream
         # Freed when it is dropped, unless `BlockResidency` keeps it for other processes.
         self._ticket: Ticket | None = None
         self._here = True
@@ -162,21 +161,21 @@ class StreamedWeight:
     @keeps_grad_mode
     def begin_access(self) -> None:
         """Load the bytes for an access outside the block that may change them."""
-        with self._lock, default_modes():
-            self._on_access(self)
+        with self.stream.lock, default_modes():
+            self.stream.on_access(self)
             self.load()
             self.users += 1
             self.changed = True
 
     def end_access(self) -> None:
         """Undo one `begin_access`."""
-        with self._lock:
+        with self.stream.lock:
             self.users -= 1
 
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
-        return self._here or ticket is None or self._store.prefetch(ticket)
+        return self._here or ticket is None or self.stream.store.prefetch(ticket)
 
     def load(self) -> None:
         """Load the bytes, if they are offloaded; they stay so if they cannot be read."""
@@ -184,9 +183,9 @@ class StreamedWeight:
         if self._here or ticket is None or self.parameter() is None:
             return
         if ticket.state in (TicketState.STORED, TicketState.LOADING) or ticket.entry.is_copy:
-            flat = self._store.private(ticket)
+            flat = self.stream.store.private(ticket)
         else:  # still being written, or in a host tier: take the buffer without a copy
-            flat = self._store.take(ticket)
+            flat = self.stream.store.take(ticket)
             self._ticket = None
         parameter, form = self.live_parameter(), self.form
         set_data(parameter, flat.view(form.dtype).as_strided(form.shape, form.stride()))
@@ -210,23 +209,23 @@ class StreamedWeight:
 
     def store_new(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
         """Offload values for `take_ticket`, to the paths of its own tiers, or to these tiers."""
-        return self._put(values, [*(tier for tier in self._tiers if tier.queues), *tiers])
+        return self._put(values, [*(tier for tier in self.stream.tiers if tier.queues), *tiers])
 
     def _put(self, values: torch.Tensor, tiers: Sequence[Tier]) -> Ticket:
         flat, on_host = values.view(-1).view(torch.uint8), self.device.type == "cpu"
-        return self._store.put(flat, _CLIENT, tiers, one_block_at_a_time=on_host)
+        return self.stream.store.put(flat, _CLIENT, tiers, one_block_at_a_time=on_host)
 
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
         if self._here and not self.can_be_offloaded():  # others hold its memory
             values = self.values()
             # Written bytes are contiguous; the memory need not be (`channels_last`).
-            new = self._store.get(ticket).view(values.dtype).view(values.shape)
+            new = self.stream.store.get(ticket).view(values.dtype).view(values.shape)
             with torch.no_grad():
                 values.copy_(new)
             del new
             self.changed = True
-            self._store.free(ticket)
+            self.stream.store.free(ticket)
             return
         parameter = self.live_parameter()
         torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
@@ -238,7 +237,7 @@ class StreamedWeight:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self.live_parameter()
         if self._may_have_changed(parameter) or self._ticket is None:
-            self._ticket = self._put(self.values(), self._tiers)
+            self._ticket = self._put(self.values(), self.stream.tiers)
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False
@@ -261,11 +260,9 @@ class SavedWeight:
         tensor: torch.Tensor,
         weight: StreamedWeight,
         offset: int,
-        load_for_backward: Callable[[StreamedWeight], torch.Tensor],
     ) -> None:
         self._weight = weight
         self._parameter = weight.parameter()  # a graph keeps its parameters alive
-        self._load_for_backward = load_for_backward
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = offset
         self._conjugated, self._negated = tensor.is_conj(), tensor.is_neg()
@@ -289,7 +286,7 @@ class SavedWeight:
                 "old values, which streamed weights do not keep. Call backward first, or change "
                 "the values in place."
             )
-        values = self._load_for_backward(self._weight)
+        values = self._weight.stream.load_now(self._weight)
         if self._alias._version != self._version:
             of = f" (the parameter {self._weight.name!r})"
             raise changed(self._alias, self._version, self._shape, of)

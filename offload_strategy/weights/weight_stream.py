@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,9 +50,7 @@ class WeightStream(BlockResidency):
         is_block: Callable[[str, nn.Module], bool] | None,
         files: SharedFiles,
     ) -> None:
-        super().__init__(section.blocks_in_flight, files)
-        self._store = store
-        self._tiers = tiers
+        super().__init__(store, tiers, section.blocks_in_flight, files)
         self._section = section
         self._is_block = is_block
         self._models: list[_AttachedModel] = []
@@ -70,7 +68,7 @@ class WeightStream(BlockResidency):
             yield
         finally:
             handle.remove()
-            with self._lock:
+            with self.lock:
                 self._offload_accessed()
 
     def is_streamed(self, parameter: torch.Tensor) -> bool:
@@ -96,7 +94,7 @@ class WeightStream(BlockResidency):
         modules = modules_to_materialize(model).items()
         for module, name in Progress("attach", unit=" modules", iterable=modules):
             materialize_module(name, module, device, partial(self.stream_parameter, model=model))
-            with self._lock:
+            with self.lock:
                 self._offload_accessed()
 
     def stream_parameter(
@@ -109,31 +107,21 @@ class WeightStream(BlockResidency):
         if not can_be_streamed(parameter, self._section.min_size):
             return
         if not is_sharded(parameter):
-            self._on_access(self._stream(name, parameter))
+            self.on_access(self._stream(name, parameter))
         elif model is not None and (fsdp_param := fsdp_param_of(model, parameter)) is not None:
             fsdp_param.reset_sharded_param()  # it was on the meta device
-            self._on_access(self._stream(name, fsdp_param.sharded_param, fsdp_param))
+            self.on_access(self._stream(name, fsdp_param.sharded_param, fsdp_param))
 
     def _stream(self, name: str, parameter: nn.Parameter, fsdp_param: Any = None) -> StreamedWeight:
         """Return the streamed weight of a parameter, or of an FSDPParam's; create it if needed."""
         weight = self._weights.get(parameter)
         if weight is None and fsdp_param is None:
-            weight = StreamedWeight(name, parameter, *self._services())
+            weight = StreamedWeight(name, parameter, self)
         elif weight is None:
-            weight = ShardedWeight(name, fsdp_param, WeakHook(self.load_now), *self._services())
+            weight = ShardedWeight(name, fsdp_param, self)
         self._weights[parameter] = weight
         weight.name = name
         return weight
-
-    def _services(self) -> tuple[Any, ...]:
-        """Return what a weight needs of the stream, which it does not keep alive."""
-        reference = weakref.ref(self)
-
-        def saving() -> AbstractContextManager[bool]:
-            stream = reference()
-            return nullcontext(False) if stream is None else stream.saving()
-
-        return self._store, self._tiers, WeakHook(self._on_access), saving, self._lock
 
     def attach(self, model: nn.Module, owner: Any) -> None:
         """Offload a model's weights, and load them whenever a block computes.
@@ -167,7 +155,7 @@ class WeightStream(BlockResidency):
                 # Unlike a forward hook, it costs nothing when the module is called.
                 keeps = module.register_load_state_dict_post_hook(WeakHook(None, owner))
                 hooks.enter_context(keeps)
-        with self._lock:
+        with self.lock:
             self._make_room(0)
             self._offload_accessed()
 
@@ -175,7 +163,7 @@ class WeightStream(BlockResidency):
         attached.blocks.append(block)
         for weight in block.weights:
             self._blocks_of.setdefault(weight, []).append(block)
-        with self._lock:
+        with self.lock:
             self._resident[block] = None
             self._make_room(self._most)
 
@@ -186,7 +174,7 @@ class WeightStream(BlockResidency):
 
     def _remove_freed_models(self) -> None:
         """Remove models without living weights; parts of a model may outlive it."""
-        with self._lock:
+        with self.lock:
             for attached in list(self._models):
                 weights = [weight for block in attached.blocks for weight in block.weights]
                 if attached.model() is None and all(w.parameter() is None for w in weights):
@@ -194,7 +182,7 @@ class WeightStream(BlockResidency):
 
     def _detach_model(self, attached: _AttachedModel, *, restore: bool) -> None:
         self._models.remove(attached)
-        with self._lock:
+        with self.lock:
             attached.hooks.close()
             for block in attached.blocks:
                 self._resident.pop(block, None)

@@ -47,11 +47,11 @@ def no_room(monkeypatch):
 def accessed(monkeypatch):
     """The weights that are accessed outside their blocks."""
     seen, residency = [], block_residency.BlockResidency
-    usual = residency._on_access
+    usual = residency.on_access
 
     def noted(self, weight):
         seen.append(weight)
         usual(self, weight)
 
-    monkeypatch.setattr(residency, "_on_access", noted)
+    monkeypatch.setattr(residency, "on_access", noted)
     return seen
