@@ -99,14 +99,11 @@ class OffloadEngine(EngineReports):
         self._choice = AutomaticChoice(self.config, plan, self._resources, self._registry.modules)
         self._choice.limit.processes = processes
         self._is_block = is_block
-        self._stream = None
-        self._activations = None
         self._hooks: WeakKeyDictionary[nn.Module, ForwardHooks] = WeakKeyDictionary()
         self._optimizers = AttachedOptimizers(self._resources, self._registry, self._choice)
+        self._stream_nothing()
         if self.config.parameters.enabled is True:
             self._start_stream()
-        elif self.config.activations.enabled:
-            self._activations = self._make_activations()
         self._last_microbatch = True
         self._device = torch.device("cpu")
         self._log = StepLog(self._recorder, self._optimizers, self._metrics.warn_about_wear)
@@ -176,7 +173,7 @@ class OffloadEngine(EngineReports):
         with ExitStack() as undo:
             if model is not None:
                 if is_first and self._choice.streams_weights(model):
-                    undo.callback(self._forget_stream, self._activations)
+                    undo.callback(self._stream_nothing)
                     self._start_stream()
                 self._expect_weights(model, device)
             if new is not None:
@@ -334,6 +331,11 @@ class OffloadEngine(EngineReports):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _stream_nothing(self) -> None:
+        """Keep the weights of models in memory; only activations may leave."""
+        self._stream = self._optimizers.stream = None
+        self._activations = self._make_activations() if self.config.activations.enabled else None
+
     def _start_stream(self) -> None:
         """Stream the weights of models that are attached from now on."""
         tiers, section = self._resources.clients["parameters"], self.config.parameters
@@ -345,13 +347,6 @@ class OffloadEngine(EngineReports):
         self._activations.save_weight = stream.save
         self._activations.keep_weights = stream.pin_open_blocks
         stream.saving = self._activations.saving_weights
-
-    def _forget_stream(self, activations: ActivationOffload | None) -> None:
-        """Stream no weights after all, with activations as they were offloaded before."""
-        self._stream = self._optimizers.stream = None
-        self._activations = activations
-        if activations is not None:
-            activations.save_weight, activations.keep_weights = lambda tensor: None, lambda: None
 
     def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
