@@ -99,30 +99,13 @@ def keeps_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @contextmanager
-def no_grad() -> Iterator[None]:
-    """Like `torch.no_grad`, but never restores the mode late; for use within generators.
-
-    Use it within a function decorated with `keeps_grad_mode`, which restores what this cannot.
-    """
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        yield
-    except GeneratorExit:
-        # The body never ran, and the mode may have changed since.
-        raise
-    except BaseException:
-        torch._C._set_grad_enabled(before)
-        raise
-    torch._C._set_grad_enabled(before)
-
-
-@contextmanager
 def default_modes() -> Iterator[None]:
-    """Disable the user's modes and transforms while tensors are moved.
+    """Disable grad mode and the user's modes and transforms while tensors are moved.
 
     Selective checkpointing counts operations, inference mode creates tensors that cannot be
-    trained, and functorch transforms wrap tensors.
+    trained, and functorch transforms wrap tensors. Unlike `torch.no_grad`, it never restores grad
+    mode late: use it within a function decorated with `keeps_grad_mode`, which restores what this
+    cannot.
     """
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -132,5 +115,14 @@ def default_modes() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(no_grad())
-        yield
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            yield
+        except GeneratorExit:
+            # The body never ran, and the mode may have changed since.
+            raise
+        except BaseException:
+            torch._C._set_grad_enabled(before)
+            raise
+        torch._C._set_grad_enabled(before)

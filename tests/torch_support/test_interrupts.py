@@ -6,7 +6,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from offload_strategy.torch_support.interrupts import UninterruptedSection, keeps_grad_mode, no_grad
+from offload_strategy.torch_support.interrupts import (
+    UninterruptedSection,
+    default_modes,
+    keeps_grad_mode,
+)
 
 
 def test_an_interrupt_inside_comes_at_the_end_of_the_outermost_section():
@@ -42,7 +46,7 @@ def test_a_handler_of_the_program_is_called_and_an_ignored_signal_is_left_alone(
 
 @contextmanager
 def nested():
-    with no_grad():
+    with default_modes():
         yield
 
 
