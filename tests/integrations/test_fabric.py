@@ -1,6 +1,7 @@
 """`Fabric(strategy="ssd_offload")` against the same Fabric without, to the last bit."""
 
 import importlib
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,6 +193,14 @@ def test_several_devices_or_machines_make_it_data_parallel(devices, nodes):
     strategy = make_fabric("ssd_offload", devices=devices, num_nodes=nodes).strategy
     assert type(strategy).__name__ == "SSDOffloadDataParallelStrategy"
     assert (strategy.num_nodes, len(strategy.parallel_devices)) == (nodes, devices)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_strategy_can_be_pickled_for_processes_that_are_spawned(family):
+    pytest.importorskip(family)
+    original = offloading(family=family)
+    copy = pickle.loads(pickle.dumps(original))
+    assert (type(copy), copy.config) == (type(original), original.config)
 
 
 def test_fabrics_in_a_group_of_processes_share_the_tiers(monkeypatch):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -29,8 +28,6 @@ from offload_strategy.integrations.lightning import engine_strategy
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
-
-    from offload_strategy.config import ConfigSource
 else:
     # The concrete class has the base of its own family.
     _Strategy = object
@@ -38,10 +35,6 @@ else:
 
 class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
     """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
-
-    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        super().__init__(config, **options)
-        self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def module_init_context(
         self, empty_init: bool | None = None
@@ -57,9 +50,9 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
-        if next(module.parameters(), None) is not None and module not in self._attached:
+        known = () if self._engine is None else self._engine._registry.modules
+        if next(module.parameters(), None) is not None and module not in known:
             self._attach(module)
-            self._attached.add(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
@@ -123,7 +116,6 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
 
     def teardown(self) -> None:
         """Close the engine and drop all states. See [Note: lifetime of the engine in Fabric]."""
-        self._attached.clear()
         self._close_engine()
         super().teardown()
 
