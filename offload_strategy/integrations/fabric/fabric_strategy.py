@@ -16,9 +16,8 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,14 +25,8 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.integrations import is_offloaded
 from offload_strategy.integrations.lightning import engine_strategy
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.strategy import Strategy as _Strategy
-else:
-    # The concrete class has the base of its own family.
-    _Strategy = object
 
-
-class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
+class OffloadFabricMixin(engine_strategy.EngineStrategy):
     """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
 
     def module_init_context(
@@ -45,7 +38,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device, unless its weights are streamed."""
         if not self._stays(module):
-            cast(Any, super()).module_to_device(module)
+            super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
@@ -104,7 +97,7 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy, _Strategy):
             finally:
                 engine.microbatch(0, last=True)
 
-    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clip by norm, as Fabric does, unless the gradients are gone by now."""
         self.config.check_gradients_untouched("fabric.clip_gradients(max_norm=...)")
         return super().clip_gradients_norm(*args, **kwargs)

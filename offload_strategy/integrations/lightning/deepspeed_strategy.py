@@ -23,15 +23,11 @@ from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
-else:
-    # The concrete class has the base of its own family.
-    _DeepSpeedStrategy = object
 
 _AIO_OPTIONS = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 
 
-class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
+class DeepSpeedOffloadMixin(EngineOwner):
     """A DeepSpeed strategy whose activations are offloaded by an `OffloadEngine`.
 
     Args:
@@ -51,7 +47,6 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
         self.offload_config = OffloadConfig.load(offload_config)
         super().__init__(**deepspeed)
-        assert isinstance(self.config, dict)
         # The user's own DeepSpeed config, without Lightning's defaults.
         self._given = copy.deepcopy(self.config)
         if deepspeed.get("config") is None and self.DEEPSPEED_ENV_VAR not in os.environ:
@@ -62,7 +57,6 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         self._derive()
 
     def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
-        assert isinstance(self.config, dict)
         sections = config_sections.derived_sections(
             self._given, self.offload_config, largest_parameter
         )
@@ -77,14 +71,12 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
-        assert self.accelerator is not None
         self.parallel_devices = [torch.device("cpu", each) for each in range(self.num_processes)]
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
     def setup(self, trainer: Trainer) -> None:
         """Set up DeepSpeed, then attach the model."""
-        assert self.model is not None
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters()]
         config_sections.check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
         super().setup(trainer)

@@ -23,18 +23,17 @@ from offload_strategy.integrations import FAMILIES
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-    from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
 
-    _Strategy = Any
+    _OfFamily = Any
 else:
     # The concrete class has the base of its own family.
-    _Strategy = _TorchCheckpointIO = object
+    _OfFamily = object
 
 
-class EngineOwner:
+class EngineOwner(_OfFamily):
     """A strategy that has an engine, which its copies do not have."""
 
     strategy_name = "ssd_offload"
@@ -68,7 +67,7 @@ class EngineOwner:
         return {**state, "_engine": None, "_weights": None, "_when_gone": None}
 
 
-class EngineStrategy(EngineOwner, _Strategy):
+class EngineStrategy(EngineOwner):
     """A strategy whose engine offloads what its config says."""
 
     family: str  # of Lightning; see `define_in`
@@ -163,7 +162,7 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
             registry.register(f"{name}_stage_{stage}", strategy, description=text, stage=stage)
 
 
-class OneDeviceStrategy(EngineStrategy, _Strategy):
+class OneDeviceStrategy(EngineStrategy):
     """A single-device strategy, which becomes a `DDPStrategy` (with options `ddp`) for several."""
 
     parallel_class: type[EngineStrategy]  # for several devices
@@ -192,16 +191,15 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
 
     def _become_parallel(self) -> None:
         """Take another class: the framework holds this object already, and has not used it yet."""
-        this = cast(Any, self)
         options = {
-            "accelerator": this._accelerator,
-            "checkpoint_io": this._checkpoint_io,
-            self.precision_option: getattr(this, f"_{self.precision_option}"),
+            "accelerator": self._accelerator,
+            "checkpoint_io": self._checkpoint_io,
+            self.precision_option: getattr(self, f"_{self.precision_option}"),
             "parallel_devices": self._devices,
             "cluster_environment": self.cluster_environment,
         }
         made = self.parallel_class(self.config, **{**options, **self._ddp})
-        this.__class__, this.__dict__ = type(made), made.__dict__
+        self.__class__, self.__dict__ = type(made), made.__dict__
 
     @property
     def num_nodes(self) -> int:
@@ -212,13 +210,13 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes > 1:
             self._become_parallel()
-            cast(Any, self).num_nodes = num_nodes
+            self.num_nodes = num_nodes
 
     # Fabric sets this attribute, although it looks for the property.
     _num_nodes = num_nodes
 
 
-class StreamingCheckpointIO(_TorchCheckpointIO):
+class StreamingCheckpointIO(_OfFamily):
     """Writes local checkpoints tensor by tensor, and maps their files to load them.
 
     Lightning's builds the whole checkpoint in memory before it writes, and reads all of it before

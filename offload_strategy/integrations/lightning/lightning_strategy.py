@@ -40,18 +40,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource
     from offload_strategy.engine.offload_engine import OffloadEngine
-else:
-    # The concrete class has the base of its own family.
-    _Strategy = object
 
 
-class OffloadStrategyMixin(EngineStrategy, _Strategy):
+class OffloadStrategyMixin(EngineStrategy):
     """A strategy that trains through an `OffloadEngine`; its other options are Lightning's."""
 
+    optimizers: Any  # Lightning's own property
     _fitting = False
     _in_optimizer_step = False
 
@@ -61,9 +58,8 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
     def model_to_device(self) -> None:
         """Move the model to the device, unless its weights are streamed."""
-        assert self.model is not None
         if not self._stays(self.model):
-            cast(Any, super()).model_to_device()
+            super().model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
         if self in _fitted:
@@ -81,7 +77,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         if getattr(self.precision_plugin, "scaler", None) is not None:
             self.config.check_gradients_untouched("Trainer(precision=...) with loss scaling")
         module = self.lightning_module
-        assert module is not None
         clips = type(module).configure_gradient_clipping
         if module.automatic_optimization and not clips.__module__.startswith(f"{self.family}."):
             self.config.check_gradients_untouched("the module's configure_gradient_clipping")
@@ -112,7 +107,6 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
         It stays open for `save_checkpoint` until the next `fit` needs its parameters.
         """
-        assert self.lightning_module is not None
         wanted = {id(parameter) for parameter in self.lightning_module.parameters()}
 
         def has_states(fit: OffloadStrategyMixin) -> bool:
