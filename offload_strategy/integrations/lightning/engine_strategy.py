@@ -19,12 +19,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
+from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.integrations import FAMILIES
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
-    from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
 
     _OfFamily = Any
@@ -75,10 +75,8 @@ class EngineStrategy(EngineOwner):
     _checkpoint_io: CheckpointIO | None
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        from offload_strategy.config import OffloadConfig
-
         super().__init__(**options)
-        self.config: OffloadConfig = OffloadConfig.load(config)
+        self.config = OffloadConfig.load(config)
 
     def _opened_engine(self) -> OffloadEngine:
         """Return the engine of the next training, opening it if needed."""
