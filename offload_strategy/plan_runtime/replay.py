@@ -7,10 +7,12 @@ two events it computes. It waits for a tensor that is not back, for memory if th
 and a write is in flight, and at the end of the step for updates. Each direction of the path runs
 one transfer at a time, first in, first out; transfers that training waits for overtake others.
 States of the optimizer are prefetched from the start of backward, updated and written concurrently.
+Training, reading of states, and updates are each a generator, which is asked to go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -69,7 +71,6 @@ class _Transfer:
     done: Callable[[], None]
     takes: int = 0  # Bytes of memory that must be free when it begins, unless it is urgent
     urgent: bool = False  # Whether training waits for it
-    begun: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +102,8 @@ class _Tensor:
 
 #: Time within the step, kind, and what happens, which yields the cause of each wait before that.
 _Event = tuple[float, _Kind, Callable[[], Iterable[str] | None]]
+#: Yields the seconds until it goes on, or None to be asked again after whatever happens next.
+_Process = Iterator[float | None]
 
 
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
@@ -120,6 +123,7 @@ class _Replay:
         self._now = 0.0
         self._serial = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._waiting: list[_Process] = []
         #: Lanes by whether they write; empty without a path.
         self._lanes: dict[bool, _Lane] = {}
         for path in profile.paths:
@@ -133,32 +137,37 @@ class _Replay:
         self._leaving = 0  # bytes whose write is queued or in flight
         self._held = 0  # buffers of updates whose states are read, in memory or written
         self._delay = 0.0  # delay of computation by transfers and updates
-        self._waits = False
+        self._waits = False  # whether training waits
         self._done: StepReplay | None = None
 
     def run(self, steps: int) -> StepReplay:
         """Simulate so many steps and return the last one."""
-        self._training = self._train(steps)
-        self._go_on()
+        self._resume(self._train(steps))
         while self._done is None:
             if not self._events:
                 raise RuntimeError("the replay waits for an event that never happens")
             self._now, _, happen = heapq.heappop(self._events)
             happen()
             self._serve()
-            if self._waits:
-                self._go_on()
+            waiting, self._waiting = self._waiting, []
+            for process in waiting:
+                self._resume(process)
         return self._done
+
+    def _resume(self, process: _Process) -> None:
+        seconds = next(process, math.inf)
+        # A read that is planned to end just in time must end before the event that needs it.
+        self._serve()
+        if seconds is None:
+            self._waiting.append(process)
+        elif seconds < math.inf:
+            self._at(seconds, partial(self._resume, process))
 
     def _at(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._serial), happen))
 
     # ------------------------------------------------------------------ training
-    def _train(self, steps: int) -> Iterator[float | None]:
-        """Yield the seconds that training computes until its next event, and None while it waits.
-
-        It is resumed after these seconds, and after each transfer or update while it waits.
-        """
+    def _train(self, steps: int) -> _Process:
         events = self._events_of_a_step()
         for _ in range(steps):
             self._begin_step()
@@ -173,22 +182,15 @@ class _Replay:
                     yield self._take_delay()
                 cause, since = None, self._now
                 for what in happen() or ():
-                    cause = cause or what
+                    cause, self._waits = cause or what, True
                     yield None
+                self._waits = False
                 if cause is not None:
                     stalls[cause] += self._now - since
         seconds, busy = self._now - self._began, self._busy.items()
         lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
         peak = max(nbytes for _, nbytes in self._curve)
         self._done = StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))
-
-    def _go_on(self) -> None:
-        seconds = next(self._training, None)
-        self._waits = seconds is None
-        # A read that is planned to end just in time must end before the event that needs it.
-        self._serve()
-        if seconds is not None:
-            self._at(seconds, self._go_on)
 
     def _take_delay(self) -> float:
         delay, self._delay = self._delay, 0.0
@@ -202,7 +204,7 @@ class _Replay:
     def _events_of_a_step(self) -> list[_Event]:
         profile, step = self._profile, self._profile.step_seconds
         events: list[_Event] = [
-            (profile.forward_seconds, _Kind.BACKWARD, self._read_states),
+            (profile.forward_seconds, _Kind.BACKWARD, self._begin_updates),
             (step, _Kind.END, self._end),
         ]
         for tensor in self._tensors:
@@ -272,13 +274,14 @@ class _Replay:
         if tensor.away:
             self._load(tensor)
         while tensor.transfer is not None and not tensor.leaving:
-            if not tensor.transfer.begun:  # the next one, whether there is room for it or not
-                lane, tensor.transfer.urgent = self._lanes[False], True
-                lane.waiting.remove(tensor.transfer)
-                lane.waiting.appendleft(tensor.transfer)
+            if tensor.transfer in (reads := self._lanes[False].waiting):
+                # The next one, whether there is room for it or not.
+                tensor.transfer.urgent = True
+                reads.remove(tensor.transfer)
+                reads.appendleft(tensor.transfer)
             yield "reads"
         if tensor.transfer is not None:  # still in memory: cancel the offload
-            if not tensor.transfer.begun:
+            with contextlib.suppress(ValueError):  # unless it has begun
                 self._lanes[True].waiting.remove(tensor.transfer)
             tensor.transfer = None
             self._leaving -= tensor.life.nbytes
@@ -313,46 +316,37 @@ class _Replay:
         while self._updated < len(self._profile.updates):
             yield "updates"
 
-    def _read_states(self) -> None:
-        self._reading_states = True
-        self._update()
-
     def _gradients_ready(self) -> None:
         self._ready += 1
-        self._update()
 
-    def _update(self) -> None:
-        """Read states ahead, and compute the next update if its states and gradients are here."""
-        updates = self._profile.updates
-        while self._reading_states and self._asked < len(updates) and self._held < _BUFFERS:
-            number = self._asked
-            self._asked += 1
+    def _begin_updates(self) -> None:
+        self._resume(self._read_states())
+        self._resume(self._update())
+
+    def _read_states(self) -> _Process:
+        """Read the states of the updates ahead, in their order."""
+        for number, update in enumerate(self._profile.updates):
+            while self._held >= _BUFFERS:
+                yield None
             self._held += 1
-            self._move_states(number, updates[number].read_bytes, write=False)
-        number = self._updated
-        if not self._begun == number < self._ready or number not in self._read:
-            return
-        self._begun += 1
-        update = updates[number]
-        self._keep_busy("update", update.seconds)
-        if self._profile.shared_cores:
-            self._delay_computing(update.seconds)
+            self._move_states(update.read_bytes, False, partial(self._read.add, number))
 
-        def over() -> None:
+    def _update(self) -> _Process:
+        """Compute the updates, each when its states and gradients are here."""
+        for number, update in enumerate(self._profile.updates):
+            while number >= self._ready or number not in self._read:
+                yield None
+            self._keep_busy("update", update.seconds)
+            if self._profile.shared_cores:
+                self._delay_computing(update.seconds)
+            yield update.seconds
             self._updated += 1
-            self._move_states(number, update.written_bytes, write=True)
-            self._update()
+            self._move_states(update.written_bytes, True, self._give_buffer_back)
 
-        self._at(update.seconds, over)
+    def _give_buffer_back(self) -> None:
+        self._held -= 1
 
-    def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
-        def moved() -> None:
-            if write:
-                self._held -= 1
-            else:
-                self._read.add(number)
-            self._update()
-
+    def _move_states(self, nbytes: int, write: bool, moved: Callable[[], None]) -> None:
         if nbytes and self._lanes:
             self._queue(_Transfer(nbytes, write, moved))
         else:
@@ -376,7 +370,7 @@ class _Replay:
 
     def _start(self, lane: _Lane, transfer: _Transfer) -> None:
         lane.waiting.remove(transfer)
-        lane.busy = transfer.begun = True
+        lane.busy = True
         self._count(transfer.takes)
         seconds = transfer.nbytes / lane.bytes_per_second
         self._keep_busy(lane.name, seconds, transfer.nbytes)
@@ -396,8 +390,7 @@ class _Replay:
         self._began = self._now
         self._curve = [(0.0, self._memory)]
         self._busy: dict[str, tuple[int, float]] = {}  # bytes and seconds by lane
-        # How many updates have final gradients, have asked for their states, have begun and have
-        # ended, and whose states are in memory. Updates of the last step may still be written.
-        self._ready = self._asked = self._begun = self._updated = 0
+        # Updates whose gradients are final, that have ended, and whose states are in memory. States
+        # of the last step may still be written.
+        self._ready = self._updated = 0
         self._read: set[int] = set()
-        self._reading_states = False
