@@ -12,9 +12,7 @@ GiB = 1024 * MiB
 TiB = 1024 * GiB
 
 SECONDS_PER_DAY = 86400.0
-DAYS_PER_YEAR = 365.0
-"""Drives are rated in writes a day over a number of years, which their makers count like this."""
-SECONDS_PER_YEAR = DAYS_PER_YEAR * SECONDS_PER_DAY
+SECONDS_PER_YEAR = 365.0 * SECONDS_PER_DAY
 
 PAGE_BYTES = 4096
 """Alignment of every extent and host buffer: direct I/O and memory maps work in whole pages."""

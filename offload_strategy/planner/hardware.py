@@ -11,14 +11,14 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, cast
 
 import yaml
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.units import DAYS_PER_YEAR, SECONDS_PER_YEAR, parse_size
+from offload_strategy.units import SECONDS_PER_YEAR, parse_size
 
 #: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
 #: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
@@ -114,19 +114,12 @@ def table(kind: str) -> dict[str, Any]:
     maker: Any = {"device": Device, "drive": Drive}[kind]
     text = resources.files(__package__).joinpath("hardware.yaml").read_text(encoding="utf-8")
     data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    known = {each.name for each in fields(maker)}
     found: dict[str, Any] = {}
     for name, row in data[f"{kind}s"].items():
         names = map(str, (name, *row.pop("aliases")))
-        values = {key: value for key, (value, _) in row.items()}
+        # FLOP/s are no bytes, but a number without a unit, which `parse_size` reads as it is.
+        figures = {key: parse_size(value) for key, (value, _) in row.items()}
         sources = {key: data["sources"][source] for key, (_, source) in row.items()}
-        # Other keys, such as measured_read, only document. FLOP/s are no bytes, but a number
-        # without a unit, which `parse_size` reads as it is.
-        figures = {key: parse_size(values[key]) for key in values if key in known}
-        if "drive_writes_per_day" in values:
-            days = values["rated_years"] * DAYS_PER_YEAR
-            written = values["drive_writes_per_day"] * figures["capacity_bytes"]
-            figures["endurance_bytes"] = written * days
         found |= dict.fromkeys(map(_key, names), maker(name, **figures, sources=sources))
     return found
 
