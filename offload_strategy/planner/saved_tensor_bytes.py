@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import MiB
 
 #: Smaller storages are not offloaded (`activations.min_size`).
@@ -27,9 +27,6 @@ class Workload:
     batch: int  # Sequences
     sequence: int  # Positions of each
     dtype_bytes: int = 2  # Of an activation
-
-    def __post_init__(self) -> None:
-        require_positive(self, "workload: ", "batch", "sequence", "dtype_bytes")
 
     @property
     def tokens(self) -> int:

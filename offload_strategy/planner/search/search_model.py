@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offload_strategy.config.value_types import StateType
-from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import optimizer_need
 from offload_strategy.planner.request import HOOK_SECONDS, CpuRequest, Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, layer_tensors
@@ -36,12 +35,7 @@ class SearchModel:
         self.own_parameters = -(-self.shape.parameters // request.ranks)
 
     def micro_batch(self, settings: Settings) -> Workload:
-        """Return the work of a micro-batch, after a check of the settings."""
-        if not 0 <= settings.recomputed_layers <= self.shape.layers:
-            raise ConfigError(
-                f"settings: {settings.recomputed_layers} layers are to be recomputed, but the "
-                f"model has {self.shape.layers}: give 0 to {self.shape.layers}"
-            )
+        """Return the work of a micro-batch."""
         return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
 
     def leaving(self, settings: Settings, activations: int) -> dict[OffloadedKind, int]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload_strategy.config.value_types import Overlap, StateType
-from offload_strategy.errors import ConfigError
 from offload_strategy.planner.request import WEIGHT_BYTES
-from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import MiB
 
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
@@ -36,20 +35,6 @@ class Settings:
     blocks_in_flight: int = 2  # Layers of streamed weights that are on the device at a time
     # Order in which tensors get host memory
     host_priority: tuple[OffloadedKind, ...] = ("weights", "activations", "waiting", "states")
-
-    def __post_init__(self) -> None:
-        names = ("batch", "micro_batches", "sequence", "blocks_in_flight")
-        require_positive(self, "settings: ", *names)
-        if self.batch % self.micro_batches:
-            raise ConfigError(
-                f"settings: {self.micro_batches} micro-batches do not divide a batch of "
-                f"{self.batch}; give a divisor"
-            )
-        if self.streams_weights and not self.offloads_optimizer:
-            raise ConfigError(
-                "settings: weights are streamed, but states, which are six times as large, stay "
-                "on the device: set offloads_optimizer as well"
-            )
 
     @property
     def tokens(self) -> int:
@@ -131,7 +116,6 @@ def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[i
     and head (MemAscend, section IV-B). Layers that differ take those of the largest. Norms, biases
     and small matrices stay in memory and need none.
     """
-    positive("blocks_in_flight", blocks_in_flight)
     counts: Counter[int] = Counter()
     for elements in shape.layer_matrices(crosses=shape.decoder_layers > 0):
         counts[WEIGHT_BYTES * elements] += min(blocks_in_flight, shape.layers)
