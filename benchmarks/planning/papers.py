@@ -26,8 +26,9 @@ SSDTRAIN_TABLE_3 = [
     (12288, 3, 12.85, 12.60, 13.8),
     (16384, 2, 10.75, 11.50, 8.76),
 ]
-#: What it leaves on the device: tensors of fewer elements (algorithm 1, line 2).
-SMALL_ELEMENTS = 2**20
+#: What it leaves on the device: tensors of fewer than 2**20 elements (algorithm 1, line 2). Those
+#: of about this size are float32.
+SMALL_BYTES = 4 * 2**20
 #: SSDTrain, section III-D: rated bytes of the four drives for each device.
 FOUR_980 = 4 * 600e12
 
@@ -115,7 +116,7 @@ class Run:
     def activation_bytes(self, shares_everything: bool = True) -> float:
         """Of one device in a step, its part of the layers of a pipeline counted."""
         work, shared = Workload(1, 2048), 1 if shares_everything else self.tensor_parallel
-        saved = activation_bytes(part(self.shape, shared), work, 0) + mask_bytes(self.shape, work)
+        saved = activation_bytes(part(self.shape, shared), work) + mask_bytes(self.shape, work)
         return saved * shared * self.sequences / self.devices
 
 
@@ -202,7 +203,7 @@ def activations_table() -> str:
     rows = []
     for hidden, layers, measured, estimate, _ in SSDTRAIN_TABLE_3:
         shape = bert(hidden, layers)
-        saved = activation_bytes(part(shape, 2), BERT_WORK, SMALL_ELEMENTS)
+        saved = activation_bytes(part(shape, 2), BERT_WORK, SMALL_BYTES)
         both = (size / 1e9 for size in (saved, saved + mask_bytes(shape, BERT_WORK)))
         ours = (f"{size:.2f} GB ({_off(size, measured, 1)})" for size in both)
         name = f"hidden {hidden}, {layers} layers"

@@ -34,18 +34,10 @@ class Workload:
         return self.batch * self.sequence
 
 
-class SavedTensor(NamedTuple):
-    """A tensor that waits for the backward pass."""
-
-    name: str
-    elements: int
-    nbytes: int
-
-
 def layer_tensors(
     shape: TransformerShape, work: Workload, *, crosses: bool = False
-) -> list[SavedTensor]:
-    """List what a layer saves.
+) -> dict[str, int]:
+    """Return the bytes of each tensor that a layer saves, by name.
 
     With `crosses` the layer attends to an encoder as well, of an equally long sequence.
     """
@@ -64,30 +56,28 @@ def layer_tensors(
     widths |= {"input of the second norm": stream, "input of up": stream}
     inner = ("gate", "activated gate", "up") if shape.gated else ("result of up",)
     widths |= dict.fromkeys((*inner, "input of down"), shape.inner)
-    tensors = []
-    for name, width in widths.items():
-        each = _STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes
-        tensors.append(SavedTensor(name, work.tokens * width, work.tokens * width * each))
-    return tensors
+    statistics, others = _STATISTICS_BYTES * work.tokens, work.dtype_bytes * work.tokens
+    return {
+        name: width * (statistics if name.endswith("statistics") else others)
+        for name, width in widths.items()
+    }
 
 
-def activation_bytes(shape: TransformerShape, work: Workload, min_elements: int) -> int:
-    """Bytes that a forward pass saves in tensors of at least `min_elements`.
+def activation_bytes(shape: TransformerShape, work: Workload, min_bytes: int = 0) -> int:
+    """Bytes that a forward pass saves in tensors of at least `min_bytes`.
 
     Counted are all layers and the norm after them. The head is left out: its backward pass begins
     at once, so nothing of it leaves the device (SSDTrain, section III-C2).
     """
-    tensors = (shape.layers - shape.decoder_layers) * layer_tensors(shape, work)
-    tensors += shape.decoder_layers * layer_tensors(shape, work, crosses=True)
-    elements = work.tokens * shape.hidden
-    tensors.append(SavedTensor("last norm", elements, elements * work.dtype_bytes))
-    return sum(tensor.nbytes for tensor in tensors if tensor.elements >= min_elements)
+    sizes = [work.tokens * shape.hidden * work.dtype_bytes]
+    sizes += (shape.layers - shape.decoder_layers) * [*layer_tensors(shape, work).values()]
+    sizes += shape.decoder_layers * [*layer_tensors(shape, work, crosses=True).values()]
+    return sum(nbytes for nbytes in sizes if nbytes >= min_bytes)
 
 
 def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
     """Bytes that the largest layer saves."""
-    tensors = layer_tensors(shape, work, crosses=shape.decoder_layers > 0)
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(layer_tensors(shape, work, crosses=shape.decoder_layers > 0).values())
 
 
 class ModelSizes(NamedTuple):
@@ -106,8 +96,8 @@ def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
     """Count what does not depend on the settings."""
     layer_input = work.tokens * shape.hidden * work.dtype_bytes
     return ModelSizes(
-        saved=activation_bytes(shape, work, 0),
-        movable=activation_bytes(shape, work, _MIN_STORAGE_BYTES // work.dtype_bytes),
+        saved=activation_bytes(shape, work),
+        movable=activation_bytes(shape, work, _MIN_STORAGE_BYTES),
         saved_layer=layer_activation_bytes(shape, work),
         layer_input=layer_input,
         movable_input=layer_input if layer_input >= _MIN_STORAGE_BYTES else 0,

@@ -73,7 +73,7 @@ def test_plain_training_needs_16_bytes_a_parameter_and_what_is_saved():
     assert 16 * p <= needed(run, Settings(1, 1, 16)) < 16.5 * p
     # Many long ones: the worst moment is the head's, without gradients.
     work = Workload(16, 256, dtype_bytes=4)
-    saved, logits = activation_bytes(GPT_98M, work, 0), 16 * 256 * 8192 * 4
+    saved, logits = activation_bytes(GPT_98M, work), 16 * 256 * 8192 * 4
     assert needed(run, Settings(16, 1, 256)) == pytest.approx(12 * p + saved + 3 * logits, rel=1e-6)
     # Of two micro-batches the second begins with the first one's gradients.
     two = needed(run, Settings(32, 2, 256))
