@@ -3,11 +3,13 @@
 [Note: overhead of I/O]
 Hooks, copies in the operating system and its drivers take time from the cores that compute, or from
 the thread that launches kernels. It is estimated from passes of the same kind that move different
-amounts: the slope of computing time over moved bytes.
+amounts: the slope of computing time over moved bytes, by the estimator of Theil and Sen (the median
+of the slopes between every two of them), as a disturbed pass is off by much.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import weakref
 from collections import OrderedDict, deque
@@ -27,7 +29,7 @@ from offload_strategy.torch_support.modules import running_calls
 _MOST_NAMES = 65536
 #: Kinds of passes that are remembered, and passes of each after the first, which warms caches up.
 _MOST_KINDS, _PASSES = 8, 12
-#: Passes count only if their moved bytes differ by this share of what they save.
+#: Two passes count only if their moved bytes differ by this share of what they save.
 _LEAST_DIFFERENCE = 0.15
 #: Largest plausible seconds per byte; more is a disturbance.
 _MOST_OVERHEAD = 3e-9
@@ -79,18 +81,14 @@ class IoOverhead:
             return
         self._seen.move_to_end(trace.signature)
         passes.append((2 * trace.left_bytes, trace.computing_seconds))
-        amounts = [moved for moved, _ in passes]
-        half = (min(amounts) + max(amounts)) / 2
-        low = [one for one in passes if one[0] <= half]
-        high = [one for one in passes if one[0] > half]
-        if not high:
-            return
-        bytes_apart, seconds_apart = (
-            statistics.median(one[of] for one in high) - statistics.median(one[of] for one in low)
-            for of in (0, 1)
-        )
-        if bytes_apart >= max(1.0, _LEAST_DIFFERENCE * 2 * trace.saved_bytes):
-            self.per_byte = min(max(0.0, seconds_apart / bytes_apart), _MOST_OVERHEAD)
+        least = max(1.0, _LEAST_DIFFERENCE * 2 * trace.saved_bytes)
+        slopes = [
+            (seconds - other_seconds) / (moved - other_moved)
+            for (moved, seconds), (other_moved, other_seconds) in itertools.combinations(passes, 2)
+            if abs(moved - other_moved) >= least
+        ]
+        if slopes:
+            self.per_byte = min(max(0.0, statistics.median(slopes)), _MOST_OVERHEAD)
 
     def seconds(self, trace: Trace) -> float:
         """Return the overhead of a pass in seconds."""
