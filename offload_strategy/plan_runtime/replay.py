@@ -7,7 +7,8 @@ two events it computes. It waits for a tensor that is not back, for memory if th
 and a write is in flight, and at the end of the step for updates. Each direction of the path runs
 one transfer at a time, first in, first out; transfers that training waits for overtake others.
 States of the optimizer are prefetched from the start of backward, updated and written concurrently.
-Training, reading of states, and updates are each a generator, which is asked to go on.
+Each of training, an update, and the way of a tensor out and back is a process: a generator that
+yields what it waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from enum import IntEnum
 from functools import partial
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, least_room
-from offload_strategy.plan_runtime.profile import Profile, TensorLife
+from offload_strategy.plan_runtime.profile import Profile, TensorLife, Update
 
 #: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
 _BUFFERS = 3
@@ -64,13 +65,18 @@ class _Kind(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A transfer over a path; `done` is called at its end."""
+    """A transfer over a path."""
 
     nbytes: int
     write: bool
-    done: Callable[[], None]
     takes: int = 0  # Bytes of memory that must be free when it begins, unless it is urgent
     urgent: bool = False  # Whether training waits for it
+    process: _Process = field(init=False)  # Goes on at its end
+
+
+#: Yields the seconds until it goes on, the transfer at whose end it does, or None to be asked again
+#: after whatever happens next.
+_Process = Iterator[float | _Transfer | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -102,8 +108,6 @@ class _Tensor:
 
 #: Time within the step, kind, and what happens, which yields the cause of each wait before that.
 _Event = tuple[float, _Kind, Callable[[], Iterable[str] | None]]
-#: Yields the seconds until it goes on, or None to be asked again after whatever happens next.
-_Process = Iterator[float | None]
 
 
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
@@ -122,7 +126,7 @@ class _Replay:
         self._least_room = 0 if plan is None else least_room(plan.limit)
         self._now = 0.0
         self._serial = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, _Process]] = []
         self._waiting: list[_Process] = []
         #: Lanes by whether they write; empty without a path.
         self._lanes: dict[bool, _Lane] = {}
@@ -146,25 +150,25 @@ class _Replay:
         while self._done is None:
             if not self._events:
                 raise RuntimeError("the replay waits for an event that never happens")
-            self._now, _, happen = heapq.heappop(self._events)
-            happen()
-            self._serve()
+            self._now, _, process = heapq.heappop(self._events)
+            self._resume(process)
             waiting, self._waiting = self._waiting, []
             for process in waiting:
                 self._resume(process)
         return self._done
 
     def _resume(self, process: _Process) -> None:
-        seconds = next(process, math.inf)
+        """Let a process go on until it waits for something."""
+        found = next(process, math.inf)
+        if isinstance(found, _Transfer):
+            found.process = process
+            self._lanes[found.write].waiting.append(found)
         # A read that is planned to end just in time must end before the event that needs it.
         self._serve()
-        if seconds is None:
+        if found is None:
             self._waiting.append(process)
-        elif seconds < math.inf:
-            self._at(seconds, partial(self._resume, process))
-
-    def _at(self, seconds: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now + seconds, next(self._serial), happen))
+        elif not isinstance(found, _Transfer) and found < math.inf:
+            heapq.heappush(self._events, (self._now + found, next(self._serial), process))
 
     # ------------------------------------------------------------------ training
     def _train(self, steps: int) -> _Process:
@@ -247,32 +251,38 @@ class _Replay:
 
     # ------------------------------------------------------------------ tensors
     def _create(self, tensor: _Tensor) -> Iterator[str]:
+        yield from self._require(tensor.life.nbytes)
+        if tensor.moves:
+            self._resume(self._leave(tensor))
+
+    def _leave(self, tensor: _Tensor) -> _Process:
         nbytes = tensor.life.nbytes
-        yield from self._require(nbytes)
-        if not tensor.moves:
-            return
-
-        def gone() -> None:
-            self._delay_computing(self._profile.io_overhead * nbytes)
-            if tensor.transfer is transfer:
-                tensor.away, tensor.transfer = True, None
-                self._leaving -= nbytes
-                tensor.lingers = tensor.held
-                if not tensor.held:
-                    self._count(-nbytes)
-                if tensor.wanted:
-                    self._load(tensor)
-
-        transfer = _Transfer(nbytes, True, gone)
-        tensor.transfer, tensor.wanted = transfer, False
-        tensor.held = tensor.life.held_until > tensor.life.uses[0]
+        tensor.transfer = write = _Transfer(nbytes, True)
+        tensor.held, tensor.wanted = tensor.life.held_until > tensor.life.uses[0], False
         self._leaving += nbytes
-        self._queue(transfer)
+        yield write
+        self._delay_computing(self._profile.io_overhead * nbytes)
+        if tensor.transfer is not write:
+            return  # It was used meanwhile.
+        tensor.away, tensor.transfer = True, None
+        self._leaving -= nbytes
+        tensor.lingers = tensor.held
+        if not tensor.held:
+            self._count(-nbytes)
+        if tensor.wanted:
+            yield from self._return(tensor)
+
+    def _return(self, tensor: _Tensor) -> _Process:
+        nbytes = tensor.life.nbytes
+        tensor.away, tensor.transfer = False, _Transfer(nbytes, False, takes=nbytes)
+        yield tensor.transfer
+        self._delay_computing(self._profile.io_overhead * nbytes)
+        tensor.transfer = None
 
     def _use(self, tensor: _Tensor) -> Iterator[str]:
         """Wait until a tensor is back, if it left, and free it."""
         if tensor.away:
-            self._load(tensor)
+            self._resume(self._return(tensor))
         while tensor.transfer is not None and not tensor.leaving:
             if tensor.transfer in (reads := self._lanes[False].waiting):
                 # The next one, whether there is room for it or not.
@@ -298,18 +308,7 @@ class _Replay:
     def _fetch(self, tensor: _Tensor) -> None:
         tensor.wanted = tensor.leaving
         if tensor.away:
-            self._load(tensor)
-
-    def _load(self, tensor: _Tensor) -> None:
-        nbytes = tensor.life.nbytes
-
-        def back() -> None:
-            self._delay_computing(self._profile.io_overhead * nbytes)
-            tensor.transfer = None
-
-        transfer = _Transfer(nbytes, False, back, takes=nbytes)
-        tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
-        self._queue(transfer)
+            self._resume(self._return(tensor))
 
     # ------------------------------------------------------------------ updates
     def _end(self) -> Iterator[str]:
@@ -320,42 +319,32 @@ class _Replay:
         self._ready += 1
 
     def _begin_updates(self) -> None:
-        self._resume(self._read_states())
-        self._resume(self._update())
+        self._resume(self._update_all())
 
-    def _read_states(self) -> _Process:
-        """Read the states of the updates ahead, in their order."""
+    def _update_all(self) -> _Process:
+        """Begin the updates in their order, no more at a time than there are buffers."""
         for number, update in enumerate(self._profile.updates):
             while self._held >= _BUFFERS:
                 yield None
             self._held += 1
-            self._move_states(update.read_bytes, False, partial(self._read.add, number))
+            self._resume(self._update(number, update))
 
-    def _update(self) -> _Process:
-        """Compute the updates, each when its states and gradients are here."""
-        for number, update in enumerate(self._profile.updates):
-            while number >= self._ready or number not in self._read:
-                yield None
-            self._keep_busy("update", update.seconds)
-            if self._profile.shared_cores:
-                self._delay_computing(update.seconds)
-            yield update.seconds
-            self._updated += 1
-            self._move_states(update.written_bytes, True, self._give_buffer_back)
-
-    def _give_buffer_back(self) -> None:
+    def _update(self, number: int, update: Update) -> _Process:
+        """Read states, update them once their gradients are final and it is their turn, write."""
+        if update.read_bytes and self._lanes:
+            yield _Transfer(update.read_bytes, False)
+        while number >= self._ready or number > self._updated:
+            yield None
+        self._keep_busy("update", update.seconds)
+        if self._profile.shared_cores:
+            self._delay_computing(update.seconds)
+        yield update.seconds
+        self._updated += 1
+        if update.written_bytes and self._lanes:
+            yield _Transfer(update.written_bytes, True)
         self._held -= 1
 
-    def _move_states(self, nbytes: int, write: bool, moved: Callable[[], None]) -> None:
-        if nbytes and self._lanes:
-            self._queue(_Transfer(nbytes, write, moved))
-        else:
-            moved()
-
     # ------------------------------------------------------------------ lanes
-    def _queue(self, transfer: _Transfer) -> None:
-        self._lanes[transfer.write].waiting.append(transfer)
-
     def _serve(self) -> None:
         """Start the next transfer of each lane that is idle."""
         for lane in self._lanes.values():
@@ -366,20 +355,17 @@ class _Replay:
                     others = (one for one in lane.waiting if one.urgent or not one.takes)
                     transfer = next(others, None)
                 if transfer is not None:
-                    self._start(lane, transfer)
+                    self._resume(self._move(lane, transfer))
 
-    def _start(self, lane: _Lane, transfer: _Transfer) -> None:
+    def _move(self, lane: _Lane, transfer: _Transfer) -> _Process:
         lane.waiting.remove(transfer)
         lane.busy = True
         self._count(transfer.takes)
         seconds = transfer.nbytes / lane.bytes_per_second
         self._keep_busy(lane.name, seconds, transfer.nbytes)
-
-        def over() -> None:
-            lane.busy = False
-            transfer.done()
-
-        self._at(seconds, over)
+        yield seconds
+        lane.busy = False
+        self._resume(transfer.process)
 
     def _keep_busy(self, lane: str, seconds: float, nbytes: int = 0) -> None:
         moved, busy = self._busy.get(lane, (0, 0.0))
@@ -390,7 +376,5 @@ class _Replay:
         self._began = self._now
         self._curve = [(0.0, self._memory)]
         self._busy: dict[str, tuple[int, float]] = {}  # bytes and seconds by lane
-        # Updates whose gradients are final, that have ended, and whose states are in memory. States
-        # of the last step may still be written.
+        # Updates whose gradients are final, and that have ended (states may still be written).
         self._ready = self._updated = 0
-        self._read: set[int] = set()
