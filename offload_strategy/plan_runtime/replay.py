@@ -181,9 +181,10 @@ class _Replay:
                 seconds = max(0.0, at - passed)
                 computing += seconds
                 passed = max(at, passed)
-                yield seconds + self._take_delay()
-                while self._delay > 0:  # delayed meanwhile
-                    yield self._take_delay()
+                yield seconds
+                while self._delay > 0:
+                    delay, self._delay = self._delay, 0.0
+                    yield delay
                 cause, since = None, self._now
                 for what in happen() or ():
                     cause, self._waits = cause or what, True
@@ -195,10 +196,6 @@ class _Replay:
         lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
         peak = max(nbytes for _, nbytes in self._curve)
         self._done = StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))
-
-    def _take_delay(self) -> float:
-        delay, self._delay = self._delay, 0.0
-        return delay
 
     def _delay_computing(self, seconds: float) -> None:
         """Delay computation; no delay if training waits anyway."""
