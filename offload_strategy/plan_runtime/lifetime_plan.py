@@ -178,18 +178,8 @@ class _Timeline:
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
 
-@dataclass(slots=True)
-class _Offer:
-    """The benefit of a move for its cost, and its transfers."""
-
-    ratio: float
-    written: float
-    gone: float
-    back: float
-
-    def rank(self, move: PlannedMove) -> tuple[float, float]:
-        """Sort by the better ratio, then by the longer idle period, which leaves time to spare."""
-        return -float(f"{self.ratio:.9g}"), move.leaves_at - move.needed_at
+#: How good a move is, the least value first, and the move with its times.
+_Offer = tuple[tuple[float, float], PlannedMove]
 
 
 class _Planner:
@@ -209,36 +199,34 @@ class _Planner:
 
     def select(self) -> list[PlannedMove]:
         """Return moves that computation hides, and others, for which training will wait."""
-        for move, offer in self._best(hidden=True):
-            self._book(move, offer.written, offer.back, hidden=True)
-        forced = [move for move, _ in self._best(hidden=False)]
-        for move in sorted(forced, key=lambda move: move.needed_at):
+        for move in self._best(hidden=True):
+            self._book(move)
+        for move in sorted(self._best(hidden=False), key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            self._book(move, self._writes.after(move.leaves_at, move.nbytes), back, hidden=False)
+            self._book(replace(move, fetch_at=back))
             self._curve.add(back, move.needed_at, move.nbytes)
         return sorted(self._moves, key=lambda move: (move.leaves_at, move.tensor))
 
-    def _best(self, *, hidden: bool) -> Iterator[tuple[PlannedMove, _Offer]]:
+    def _best(self, *, hidden: bool) -> Iterator[PlannedMove]:
         """Take moves out of the possible ones, the best offer first, until the step fits."""
         queue = [
-            (*offer.rank(move), number)
+            (*offer[0], number)
             for number, move in self._left.items()
             if (offer := self._offer(move, hidden=hidden)) is not None
         ]
         heapq.heapify(queue)
         while queue and self._curve.peak_bytes > self._limit:
             *_, number = heapq.heappop(queue)
-            move = self._left[number]
-            if (offer := self._offer(move, hidden=hidden)) is None:
+            if (offer := self._offer(self._left[number], hidden=hidden)) is None:
                 continue
-            rank = offer.rank(move)
+            rank, move = offer
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
                 del self._left[number]
-                self._curve.add(offer.gone, offer.back, -move.nbytes)
-                yield move, offer
+                self._curve.add(move.gone_at, move.fetch_at, -move.nbytes)
+                yield move
 
     def _offer(self, move: PlannedMove, *, hidden: bool) -> _Offer | None:
         """Return the offer of a move, whose transfers may have to be hidden; None for no relief."""
@@ -249,14 +237,16 @@ class _Planner:
         gained = self._curve.relief(gone, back, nbytes, self._limit)
         if gained <= 0:
             return None
-        cost = nbytes / self._path.write + nbytes / self._path.read
-        return _Offer(gained / cost, written, gone, back)
+        ratio = gained / (nbytes / self._path.write + nbytes / self._path.read)
+        # The better ratio first, then the longer idle period, which leaves time to spare.
+        rank = -float(f"{ratio:.9g}"), move.leaves_at - move.needed_at
+        return rank, replace(move, gone_at=gone, fetch_at=back, hidden=hidden)
 
-    def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
+    def _book(self, move: PlannedMove) -> None:
+        written = self._writes.after(move.leaves_at, move.nbytes)
         self._writes.book(move.leaves_at, written)
-        self._reads.book(-move.needed_at, -back)
-        gone = max(written, move.gone_at)
-        self._moves.append(replace(move, gone_at=gone, fetch_at=back, hidden=hidden))
+        self._reads.book(-move.needed_at, -move.fetch_at)
+        self._moves.append(replace(move, gone_at=max(written, move.gone_at)))
 
 
 # ---------------------------------------------------------------------- files
