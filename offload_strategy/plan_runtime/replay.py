@@ -20,8 +20,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, least_room
 from offload_strategy.plan_runtime.profile import Profile, TensorLife, Update
@@ -48,19 +48,6 @@ class StepReplay:
     peak_bytes: int
     lanes: Mapping[str, LaneUse]  # Of each direction of the path by name, and of "update"
     memory: tuple[tuple[float, int], ...] = ()  # (seconds, bytes from then on)
-
-
-class _Kind(IntEnum):
-    """Kinds of events, in the order in which simultaneous ones are passed."""
-
-    LESS = 0  # baseline memory shrinks
-    FREE = 1
-    FETCH = 2
-    USE = 3
-    MORE = 4  # baseline memory grows; a tensor that was just used may be part of it
-    BACKWARD = 5
-    UPDATE = 6
-    END = 7
 
 
 @dataclass(eq=False, slots=True)
@@ -106,8 +93,8 @@ class _Tensor:
         return self.transfer is not None and self.transfer.write
 
 
-#: Time within the step, kind, and what happens, which yields the cause of each wait before that.
-_Event = tuple[float, _Kind, Callable[[], Iterable[str] | None]]
+#: Time within the step, and what happens, which yields the cause of each wait before that.
+_Event = tuple[float, Callable[[], Iterable[str] | None]]
 
 
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
@@ -177,7 +164,7 @@ class _Replay:
             self._begin_step()
             passed = computing = 0.0
             stalls = dict.fromkeys(("reads", "memory", "updates"), 0.0)
-            for at, _, happen in events:
+            for at, happen in events:
                 seconds = max(0.0, at - passed)
                 computing += seconds
                 passed = max(at, passed)
@@ -203,29 +190,35 @@ class _Replay:
             self._delay += seconds
 
     def _events_of_a_step(self) -> list[_Event]:
+        """Return the events of a step by their time, and else in the order of this list."""
         profile, step = self._profile, self._profile.step_seconds
-        events: list[_Event] = [
-            (profile.forward_seconds, _Kind.BACKWARD, self._begin_updates),
-            (step, _Kind.END, self._end),
+        baseline = [profile.baseline[-1], *profile.baseline]
+        changes = [
+            (min(at, step), now - before) for (_, before), (at, now) in itertools.pairwise(baseline)
         ]
-        for tensor in self._tensors:
-            life = tensor.life
-            created, used = life.uses
-            events.append((created, _Kind.USE, partial(self._create, tensor)))
-            events.append((used, _Kind.USE, partial(self._use, tensor)))
-            if life.held_until > created:
-                at = min(life.held_until, step)
-                events.append((at, _Kind.FREE, partial(self._release, tensor)))
-        for number, at in self._fetches.items():
-            events.append((min(at, step), _Kind.FETCH, partial(self._fetch, self._tensors[number])))
-        before = profile.baseline[-1][1]
-        for at, nbytes in profile.baseline:
-            grows, before = nbytes - before, nbytes
-            kind = _Kind.MORE if grows > 0 else _Kind.LESS
-            events.append((min(at, step), kind, partial(self._change_baseline, grows)))
-        for update in profile.updates:
-            events.append((min(update.ready_at, step), _Kind.UPDATE, self._gradients_ready))
-        return sorted(events, key=lambda event: event[:2])
+        events: list[_Event] = [
+            *((at, partial(self._change_baseline, more)) for at, more in changes if more <= 0),
+            *(
+                (min(tensor.life.held_until, step), partial(self._release, tensor))
+                for tensor in self._tensors
+                if tensor.life.held_until > tensor.life.uses[0]
+            ),
+            *(
+                (min(at, step), partial(self._fetch, self._tensors[number]))
+                for number, at in self._fetches.items()
+            ),
+            *(
+                (at, partial(happen, tensor))
+                for tensor in self._tensors
+                for at, happen in zip(tensor.life.uses, (self._create, self._use), strict=True)
+            ),
+            # A tensor that was just used may be part of it.
+            *((at, partial(self._change_baseline, more)) for at, more in changes if more > 0),
+            (profile.forward_seconds, self._begin_updates),
+            *((min(update.ready_at, step), self._gradients_ready) for update in profile.updates),
+            (step, self._end),
+        ]
+        return sorted(events, key=itemgetter(0))
 
     # ------------------------------------------------------------------ memory
     def _require(self, nbytes: int) -> Iterator[str]:
