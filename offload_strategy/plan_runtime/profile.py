@@ -16,7 +16,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -91,7 +91,6 @@ class Profile:
     io_overhead: float = 0.0
     # Whether the memory is the host's, where the C library keeps some of freed tensors
     keeps_freed: bool = False
-    about: Mapping[str, Any] = field(default_factory=dict)  # Model, machine and date, for people
 
     def __post_init__(self) -> None:
         if not 0 <= self.forward_seconds <= self.step_seconds:

@@ -87,7 +87,7 @@ def test_of_random_steps_the_plan_says_truly_what_is_required():
 
 # ---------------------------------------------------------------------- files
 def test_a_profile_is_the_same_after_it_was_saved(tmp_path):
-    profile = stack(3, updates=(Update(1.0, 0.5, 10, 20),), about={"model": "stack"})
+    profile = stack(3, updates=(Update(1.0, 0.5, 10, 20),))
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     with pytest.raises(ValueError, match="paths must be one at most"):

@@ -35,7 +35,6 @@ PROFILE = Profile(
     others=((0.0, 50), (1.0, 100)),
     updates=(Update(2.0, 0.5, 10, 20),),
     paths=(PathRates("nvme", 2e9, 1e9),),
-    about={"model": "sample"},
 )
 
 
