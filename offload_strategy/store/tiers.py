@@ -222,24 +222,13 @@ def deal(nbytes: int, live: Sequence[int], weights: Sequence[float]) -> list[int
 
     MLP-Offload deals T_i = M·B_i/ΣB of M subgroups to path i once; looking at what each holds now
     (`live`) gives the same for a tier that is filled at once, and new shares when a path slows
-    down. Returns the bytes for each path.
+    down. Each unit goes where the bytes in proportion to bandwidth are fewest with it. Returns the
+    bytes for each path.
     """
-    if nbytes < STRIPE_BYTES:
-        lightest = min(range(len(live)), key=lambda i: (live[i] + nbytes) / weights[i])
-        return [nbytes if i == lightest else 0 for i in range(len(live))]
-    # Water filling: raise the level live/weight of the lowest paths until the ticket is used up.
-    # For fewer paths than lie below it the level would be higher, and for more of them, too.
-    order = sorted(range(len(live)), key=lambda i: live[i] / weights[i])
-    held = itertools.accumulate(live[i] for i in order)
-    width = itertools.accumulate(weights[i] for i in order)
-    level = min((nbytes + below) / wide for below, wide in zip(held, width, strict=True))
-    wanted = [max(0.0, level * weights[i] - live[i]) for i in range(len(live))]
-    parts = [int(want // STRIPE_UNIT) * STRIPE_UNIT for want in wanted]
-    # What rounding left goes to those who lost most by it.
-    left = nbytes - sum(parts)
-    for i in sorted(range(len(live)), key=lambda i: parts[i] - wanted[i]):
-        more = min(left, STRIPE_UNIT)
-        parts[i] += more
-        left -= more
-    parts[order[0]] += left
+    unit = nbytes if nbytes < STRIPE_BYTES else STRIPE_UNIT
+    parts = [0] * len(live)
+    for begin in range(0, nbytes, unit):
+        part = min(unit, nbytes - begin)
+        lowest = min(range(len(live)), key=lambda i: (live[i] + parts[i] + part) / weights[i])
+        parts[lowest] += part
     return parts
