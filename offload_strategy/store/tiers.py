@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 from offload_strategy.io.queues.moves import Stripe
@@ -15,8 +14,6 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.store.ticket import Entry, Tier
 from offload_strategy.units import MiB
 
-#: Number of entries in the heap above which outdated ones are removed.
-_SWEPT_AT = 256
 #: Smaller tickets go to one path as a whole: two requests would cost more than they share.
 STRIPE_BYTES = 8 * MiB
 #: Parts of a striped ticket are multiples of this, except for the last.
@@ -30,10 +27,8 @@ class MemoryTier(Tier):
 
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name, capacity)
-        # Heap of (-next use, sequence, entry), latest use first. Evicted entries are skipped.
-        self._residents: list[tuple[float, int, Entry]] = []
-        self._sequence = itertools.count()
-        self._swept_at = _SWEPT_AT
+        # What may be evicted, in the order of its next use.
+        self._residents: list[Entry] = []
 
     def has_room(self, nbytes: int) -> bool:
         """Whether there is room for `nbytes` more."""
@@ -49,36 +44,31 @@ class MemoryTier(Tier):
     def release(self, entry: Entry) -> None:
         """Release an entry's bytes."""
         self.used_bytes -= entry.nbytes
+        if entry.next_use is not None:
+            begin = bisect_left(self._residents, entry.next_use, key=_next_use)
+            with suppress(ValueError):  # it was not noted yet
+                del self._residents[self._residents.index(entry, begin)]
 
     def note(self, entry: Entry) -> None:
-        """Record an entry that may be evicted."""
-        if entry.next_use is None:
-            return
-        if len(self._residents) >= self._swept_at:
-            # Without evictions outdated entries would never come up.
-            self._residents = [item for item in self._residents if self._is_current(item[2])]
-            heapq.heapify(self._residents)
-            self._swept_at = max(_SWEPT_AT, 2 * len(self._residents))
-        heapq.heappush(self._residents, (-entry.next_use, next(self._sequence), entry))
-
-    def _is_current(self, entry: Entry) -> bool:
-        return entry.tier is self and entry.may_leave
+        """Record an entry that may be evicted until it is released, if it may leave this tier."""
+        if entry.next_use is not None and self.is_host_memory:
+            insort(self._residents, entry, key=_next_use)
 
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
         """Return entries to evict, used after `next_use`, latest first; none if too few."""
-        chosen: list[tuple[float, int, Entry]] = []
+        chosen: list[Entry] = []
         missing = self.used_bytes + nbytes - self.capacity
-        while missing > 0 and self._residents and -self._residents[0][0] > next_use:
-            item = heapq.heappop(self._residents)
-            entry = item[2]
-            if self._is_current(entry):
-                chosen.append(item)
-                missing -= entry.nbytes
-        if missing > 0:
-            for item in chosen:
-                heapq.heappush(self._residents, item)
-            return []
-        return [entry for _, _, entry in chosen]
+        for entry in reversed(self._residents):
+            if missing <= 0 or _next_use(entry) <= next_use:
+                break
+            chosen.append(entry)
+            missing -= entry.nbytes
+        return chosen if missing <= 0 else []
+
+
+def _next_use(entry: Entry) -> float:
+    assert entry.next_use is not None
+    return entry.next_use
 
 
 class HostTier(MemoryTier):

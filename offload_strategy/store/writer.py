@@ -164,9 +164,6 @@ class Writer(StorePart):
             if stripes is not None:
                 break
         else:
-            with self.registry.lock:
-                if isinstance(entry.tier, MemoryTier):
-                    entry.tier.note(entry)
             return
         with self.registry.lock:
             # It may have been freed, or demoted meanwhile.
