@@ -109,7 +109,7 @@ def _random_run(sizes: list[int]) -> tuple[float, int, int]:
 def _held(name: str, run: tuple[float, int, int], *, judged: bool = True) -> Result:
     """Held over requested bytes: at each moment for what is lent, and at the peak for everything.
 
-    Idle buffers wait for the next request of their size, so held bytes are compared at their peak.
+    Idle memory waits for the next request, so held bytes are compared at their peak.
     """
     worst, held, requested = run
     return Result(

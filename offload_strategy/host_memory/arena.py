@@ -3,9 +3,9 @@
 [Note: memory that stays]
 The kernel fills fresh memory with zeros on the thread that touches it first, which takes a thread
 longer than all else when it reads from a disk. Buffers that are recycled by size are fresh whenever
-the budget is used up and another size is wanted. So large buffers are ranges of one private
-mapping, which serve any size. Only idle memory that has to go is given back to the system, by whole
-huge pages, because a part of one would not become free.
+the budget is used up and another size is wanted. So buffers are ranges of one private mapping,
+which serve any size. Only idle memory that has to go is given back to the system, by whole huge
+pages, because a part of one would not become free.
 
 [Note: pinned slabs]
 To register memory with a device takes long and may wait for it, so it must not happen in every
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
@@ -32,14 +33,6 @@ _ADDRESSES = 2
 #: Bytes of a slab: a share of the budget within these bounds, or one larger request.
 _SHARE = 16
 _LEAST_BYTES, _MOST_BYTES = 1 * MiB, 256 * MiB
-
-
-def can_be_used() -> bool:
-    """Whether this system takes idle memory back at once, and does not count mere addresses."""
-    with contextlib.suppress(OSError):
-        policy = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
-        return sys.platform == "linux" and policy != "2"  # where mere addresses count
-    return False
 
 
 class FreeRanges:
@@ -71,11 +64,22 @@ class FreeRanges:
         self._ranges.insert(at, (begin, end))
 
 
-class Arena:
-    """Lends page-aligned ranges of `budget` bytes, under a lock; OffloadError without addresses."""
+def create_arena(budget: int) -> Arena | None:
+    """Return an arena, or None where the system does not allow it."""
+    addresses = _ADDRESSES
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+            addresses = 1  # the system counts mere addresses, too
+    if sys.platform == "linux":  # where memory can be given back at once
+        with contextlib.suppress(OffloadError, OverflowError, ValueError):
+            return Arena(addresses * round_up(budget, BLOCK_BYTES))
+    return None
 
-    def __init__(self, budget: int) -> None:
-        size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
+
+class Arena:
+    """Lends page-aligned ranges of `size` bytes, under a lock; OffloadError without addresses."""
+
+    def __init__(self, size: int) -> None:
         self._memory = HostBuffer(size + BLOCK_BYTES)
         self.addresses = range(self._memory.address, self._memory.address + self._memory.nbytes)
         self._first = -self._memory.address % BLOCK_BYTES

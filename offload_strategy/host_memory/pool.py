@@ -1,21 +1,19 @@
-"""A pool of host buffers, recycled by size, under one budget."""
+"""A pool of host buffers under one budget."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from offload_strategy.errors import OffloadError
-from offload_strategy.host_memory.arena import Arena, PinnedSlabs, can_be_used
+from offload_strategy.host_memory.arena import Arena, PinnedSlabs, create_arena
 from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
@@ -26,13 +24,6 @@ IDLE_BYTES = 256 * MiB
 #: Share of what the process needs that may be idle, if that is more. What the process needs while
 #: nobody measures it, as an evaluation may, comes on top of idle memory, so this is not all of it.
 IDLE_SHARE = 0.25
-
-#: Buffers of this size or more are ranges of an arena. New pages for smaller ones cost little.
-_LARGE_BYTES = 1 * MiB
-
-#: An idle buffer may be larger than the request by this share: otherwise sizes that differ a little
-#: would each have buffers of their own.
-_SPARE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +44,14 @@ class MemoryUsage:
 class BufferPool:
     """Allocates flat uint8 tensors over page-aligned host memory, `budget` bytes at a time.
 
-    Large ones are ranges of an arena, pinned ones of slabs. Small ones are recycled by size.
+    They are ranges of an arena, pinned ones of slabs. What the arena has no room for, because its
+    gaps are small or the budget is exceeded, is mapped for one loan.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._process_limit: Callable[[], int] = lambda: sys.maxsize
         self._lock = threading.Lock()
-        # Size -> idle buffers; the least recently used size is trimmed first.
-        self._idle: OrderedDict[int, list[HostBuffer]] = OrderedDict()
         # See [Note: no Python code in finalizers]. A buffer in use is known by its weak
         # reference, which must exist to be notified.
         self._returned: deque[weakref.ref[Any]] = deque()
@@ -70,10 +60,7 @@ class BufferPool:
         # Bytes of separate mappings, and of all buffers in use.
         self._apart = self._lent = self._requested = self._peak = 0
         self._slabs = PinnedSlabs(budget)
-        self._arena: Arena | None = None
-        # Without address space for it, there is none.
-        with suppress(OffloadError, OverflowError, ValueError):
-            self._arena = Arena(budget) if can_be_used() else None
+        self._arena = create_arena(budget)
         # Limit of `keep_idle`; without it the default, and the bytes in addition to it.
         self._scarce: int | None = None
         self._beyond = 0
@@ -143,10 +130,10 @@ class BufferPool:
             lent: Lent | None = None
             if pinned:
                 lent = self._lend_part(self._slabs, nbytes, size, beyond_budget=beyond_budget)
-            elif self._arena is not None and size >= _LARGE_BYTES:
+            elif self._arena is not None:
                 lent = self._lend_part(self._arena, nbytes, size)
             if lent is None and not pinned:
-                lent = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
+                lent = self._lend_mapping(nbytes, size, beyond_budget=beyond_budget)
             if lent is None:
                 return None
             self._peak = max(self._peak, self._held)
@@ -158,7 +145,7 @@ class BufferPool:
             return lent.tensor
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is of the arena, as that of large buffers usually is."""
+        """Whether a tensor's memory is of the arena, as that of buffers usually is."""
         arena = self._arena  # `close` may drop it meanwhile
         return arena is not None and tensor.data_ptr() in arena.addresses
 
@@ -223,7 +210,7 @@ class BufferPool:
     def _idle_bytes(self) -> int:
         """Return the bytes of idle memory that `trim` can unmap."""
         self._collect()
-        return self._unused_bytes()
+        return 0 if self._arena is None else self._arena.idle_bytes()
 
     def _lend_part(
         self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
@@ -235,30 +222,18 @@ class BufferPool:
             lent = parts.acquire(nbytes, size, size if beyond_budget else self.budget - self._held)
         return lent
 
-    def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
-        """Return a separate mapping, recycled or new."""
-        fitting = self._fitting(size)
-        if fitting is not None:
-            buffer = self._idle[fitting].pop()
-            self._idle.move_to_end(fitting)
-        else:
-            self._trim(self.budget - size, self._idle_at_most)
-            if self._held + size > self.budget and not beyond_budget:
-                return None
-            buffer = HostBuffer(size)
-            self._apart += size
-        tensor, exporter = buffer.acquire(nbytes)
-        return Lent(tensor, exporter, buffer.nbytes, partial(self._take_back, buffer))
+    def _lend_mapping(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
+        """Return memory that is mapped for this loan alone."""
+        self._trim(self.budget - size, self._idle_at_most)
+        if self._held + size > self.budget and not beyond_budget:
+            return None
+        buffer = HostBuffer(size)
+        self._apart += size
+        return Lent(*buffer.acquire(nbytes), size, partial(self._unmap, buffer))
 
-    def _take_back(self, buffer: HostBuffer) -> None:
-        self._idle.setdefault(buffer.nbytes, []).append(buffer)
-
-    def _fitting(self, size: int) -> int | None:
-        """Return the size of an idle buffer that serves the request, or None."""
-        if self._idle.get(size):
-            return size
-        larger = (n for n, idle in self._idle.items() if idle and size < n <= size * (1 + _SPARE))
-        return min(larger, default=None)
+    def _unmap(self, buffer: HostBuffer) -> None:
+        self._apart -= buffer.nbytes
+        buffer.release()
 
     def _collect(self) -> None:
         while self._returned:
@@ -272,23 +247,10 @@ class BufferPool:
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Unmap idle memory until both limits hold: buffers, then the arena, then slabs."""
+        """Unmap idle memory until both limits hold: that of the arena, then slabs."""
         idle = self._held - self._lent - self._slabs.idle_bytes()
-        if self._held <= held_at_most and idle <= idle_at_most:
-            return
-        idle = self._unused_bytes()
-        while self._idle and (self._held > held_at_most or idle > idle_at_most):
-            size, buffers = next(iter(self._idle.items()))
-            if buffers:
-                buffers.pop().release()
-                self._apart -= size
-                idle -= size
-            else:
-                del self._idle[size]
-        if self._arena is not None:
-            self._arena.give_up(max(self._held - held_at_most, idle - idle_at_most))
-        self._slabs.give_up(self._held - held_at_most)
-
-    def _unused_bytes(self) -> int:
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        return in_arena + sum(size * len(buffers) for size, buffers in self._idle.items())
+        if self._held > held_at_most or idle > idle_at_most:
+            if self._arena is not None:
+                idle = self._arena.idle_bytes()
+                self._arena.give_up(max(self._held - held_at_most, idle - idle_at_most))
+            self._slabs.give_up(self._held - held_at_most)

@@ -200,7 +200,6 @@ def tiny_world() -> Iterator[None]:
         (tiers, "STRIPE_BYTES", 2 * PAGE),
         (tiers, "STRIPE_UNIT", PAGE),
         (writer, "_WORTH_BYTES", PAGE),
-        (pool, "_LARGE_BYTES", 2 * PAGE),
         (arena, "BLOCK_BYTES", 2 * PAGE),
         (thread_pool, "IDLE_SECONDS", 1.0),
         (tensor_store, "_COLLECT_BYTES", 4 * PAGE),
