@@ -73,7 +73,7 @@ class Reader(StorePart):
                     priority=priority,
                     keep_alive=memory,
                     one_block_at_a_time=entry.one_block_at_a_time,
-                    whole_pages=memory.is_cpu,  # buffers there are whole pages
+                    is_buffer=memory.is_cpu,
                     on_end=partial(self._ended, entry, memory),
                 )
                 self.registry.moving.add(entry)

@@ -121,17 +121,14 @@ class PathTier(Tier):
         """Bytes in extents on its paths, by any user."""
         return sum(region.used_bytes for region in self.regions)
 
-    def claim_extents(
-        self, nbytes: int, lead: int = 0, *, may_change: bool = True
-    ) -> list[Stripe] | None:
+    def claim_extents(self, nbytes: int, lead: int = 0) -> list[Stripe] | None:
         """Reserve extents for `nbytes`; None if the paths are full. May grow a file.
 
-        The first `lead` bytes are not the ticket's, and may change while they are written; whether
-        the others `may_change` as well decides how often they are hashed.
+        The first `lead` bytes are not the ticket's, and are not verified.
         """
         if len(self.queues) == 1:
             with self._lock:
-                stripe = self._claim_on(self.queues[0], 0, nbytes, lead, may_change)
+                stripe = self._claim_on(self.queues[0], 0, nbytes, lead)
             return None if stripe is None else [stripe]
         stripes: list[Stripe] = []
         open_queues = list(self.queues)
@@ -144,7 +141,7 @@ class PathTier(Tier):
                     # A part with an odd size comes last, so that all parts begin page-aligned.
                     dealt = [pair for pair in zip(open_queues, parts, strict=True) if pair[1]]
                     for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
-                        stripe = self._claim_on(queue, begin, part, lead, may_change)
+                        stripe = self._claim_on(queue, begin, part, lead)
                         if stripe is None:
                             open_queues.remove(queue)
                             break  # the rest is dealt anew, so that its odd part comes last again
@@ -168,9 +165,7 @@ class PathTier(Tier):
         with self._lock:
             self._free(stripes)
 
-    def _claim_on(
-        self, queue: PathQueue, begin: int, nbytes: int, lead: int, may_change: bool
-    ) -> Stripe | None:
+    def _claim_on(self, queue: PathQueue, begin: int, nbytes: int, lead: int) -> Stripe | None:
         assert isinstance(queue.region, Region)
         quota = self._quotas.get(queue)
         with nullcontext() if quota is None else quota.lock:
@@ -186,7 +181,7 @@ class PathTier(Tier):
         if queue.checksum is not None:
             place, lead = (str(queue.path), extent.offset), 0 if begin else lead
             block = queue.backend.block_size
-            digests = queue.checksum.digests(place, nbytes, lead, block, may_change)
+            digests = queue.checksum.digests(place, nbytes, lead, block)
         return Stripe(queue, extent, begin, nbytes, digests)
 
     def _free(self, stripes: Sequence[Stripe]) -> None:

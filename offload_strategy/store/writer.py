@@ -10,7 +10,7 @@ from timeit import default_timer as perf_counter
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.io.queues.moves import Move, Stripe
+from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import sizes_in_buffer
@@ -110,7 +110,8 @@ class Writer(StorePart):
                     entry.tier, entry.lower = tier, tiers[position + 1 :]
                     return tier
             elif isinstance(tier, PathTier):
-                stripes, lead = self._claim_extents(tier, entry, payload)
+                lead = _lead(entry, payload)
+                stripes = tier.claim_extents(lead + entry.nbytes, lead)
                 if stripes is not None:
                     entry.tier, entry.stripes, entry.begin = tier, stripes, lead
                     return tier
@@ -157,10 +158,11 @@ class Writer(StorePart):
         payload = entry.payload
         if payload is None:  # freed, or demoted by another thread
             return
+        lead = _lead(entry, payload)
         for tier in entry.lower:
             if not isinstance(tier, PathTier):
                 continue
-            stripes, lead = self._claim_extents(tier, entry, payload)
+            stripes = tier.claim_extents(lead + entry.nbytes, lead)
             if stripes is not None:
                 break
         else:
@@ -174,15 +176,6 @@ class Writer(StorePart):
             entry.tier, entry.stripes, entry.begin = tier, stripes, lead
             self._make_move(entry, entry.payload)
         self.submit([entry])
-
-    def _claim_extents(
-        self, tier: PathTier, entry: Entry, payload: torch.Tensor
-    ) -> tuple[list[Stripe] | None, int]:
-        """Reserve extents, if there is room; also return how many bytes of them come before."""
-        lead = _lead(entry, payload)
-        # A tensor of a device is written from a buffer.
-        may_change = payload.is_cpu and not self.pool.owns(payload)
-        return tier.claim_extents(lead + entry.nbytes, lead, may_change=may_change), lead
 
     def submit(self, entries: Sequence[Entry]) -> None:
         """Submit the writes of entries, as soon as the device has produced their bytes."""
@@ -209,6 +202,8 @@ class Writer(StorePart):
             priority=Priority.WRITE_BACK,
             keep_alive=memory,
             one_block_at_a_time=entry.one_block_at_a_time,
+            # A tensor of a device is written from a buffer.
+            is_buffer=entry.device.type != "cpu" or self.pool.owns(memory),
             on_end=partial(self._ended, entry),
         )
         self.registry.writing_bytes += entry.nbytes

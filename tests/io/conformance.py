@@ -149,7 +149,7 @@ class Conformance:
             assert begin(backend, region.fd, written, write=True).get() is None
             roomy = self.memory(size + PAGE_BYTES)
             roomy.data = b"\x5a" * roomy.nbytes
-            end = begin(backend, region.fd, roomy, write=False, nbytes=nbytes, whole_pages=True)
+            end = begin(backend, region.fd, roomy, write=False, nbytes=nbytes, is_buffer=True)
             assert end.get() is None
             assert roomy.data[:nbytes] == data
             assert roomy.data[size:] == b"\x5a" * PAGE_BYTES

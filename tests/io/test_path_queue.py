@@ -78,7 +78,7 @@ class AdjacentBackend(ManualBackend):
 PREFETCH = {"priority": Priority.PREFETCH}
 NEEDED = {"priority": Priority.NEEDED_NOW}
 READ = {"write": False}
-FILLS_PAGES = {"write": False, "whole_pages": True}
+FILLS_PAGES = {"write": False, "is_buffer": True}
 BYTE = 1 / PAGE_BYTES
 
 #: Moves, of so many pages from a page on, and which of them go together.

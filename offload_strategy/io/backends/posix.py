@@ -94,7 +94,7 @@ class PosixBackend(Backend):
         whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
         if request.address % PAGE_BYTES:
             whole = 0
-        elif request.write or request.whole_pages:
+        elif request.write or request.is_buffer:
             whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
             view = view_of(request.address, whole)

@@ -24,10 +24,10 @@ class BlockRequest:
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
-    With `whole_pages` a read may overwrite its memory up to the end of the last page. `before` may
-    set `address` to memory of its own, from which or to which the bytes move. What was read is
-    `verified` if `after` notices each wrong byte. A file that is open for `direct` I/O leaves
-    nothing in the page cache.
+    If the memory `is_buffer`, it is whole pages that nobody else uses meanwhile: a read may fill
+    the last page, and what is written does not change. `before` may set `address` to memory of its
+    own, from which or to which the bytes move. What was read is `verified` if `after` notices each
+    wrong byte. A file that is open for `direct` I/O leaves nothing in the page cache.
     """
 
     write: bool
@@ -38,7 +38,7 @@ class BlockRequest:
     on_done: Done
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
-    whole_pages: bool = False
+    is_buffer: bool = False
     verified: bool = False
     direct: bool = False
 

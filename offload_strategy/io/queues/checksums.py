@@ -67,35 +67,23 @@ class Checksum:
         sample = memoryview(_Bytes.from_address(lines.data_ptr()))[: lines.nbytes]
         return self.hash(sample, self.hash(ends, seed))
 
-    def digests(
-        self, place: tuple[str, int], nbytes: int, lead: int, block: int, may_change: bool
-    ) -> Digests:
-        """Return digests for a stripe at a place (path and offset), for requests of `block`.
-
-        Of memory that `may_change` while it is written, see [Note: what a checksum notices].
-        """
-        return Digests(self, place, nbytes, lead, min(DIGESTED_BYTES, block), may_change)
+    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Digests:
+        """Return digests for a stripe at a place (path and offset), for requests of `block`."""
+        return Digests(self, place, nbytes, lead, min(DIGESTED_BYTES, block))
 
 
 class Digests:
     """The digests of a stripe, of `unit` bytes each, written once; the first `lead` bytes vary."""
 
-    __slots__ = ("_checksum", "_lead", "_may_change", "_seed", "_values", "unit")
+    __slots__ = ("_checksum", "_lead", "_seed", "_values", "unit")
     stages = False
 
     def __init__(
-        self,
-        checksum: Checksum,
-        place: tuple[str, int],
-        nbytes: int,
-        lead: int,
-        unit: int,
-        may_change: bool,
+        self, checksum: Checksum, place: tuple[str, int], nbytes: int, lead: int, unit: int
     ) -> None:
         self._checksum = checksum
         self._seed = hash((*place, next(_generations)))
         self._lead = lead
-        self._may_change = may_change
         self.unit = unit
         self._values: list[int | None] = [None] * -(-nbytes // unit)  # None: not known
 
@@ -104,7 +92,7 @@ class Digests:
         block = (request.address, begin, request.nbytes)
         if request.write:
             request.before = partial(self._store, *block)
-            if self._may_change:
+            if not request.is_buffer:
                 request.after = partial(self._store, *block, again=True)
         else:
             request.after = partial(self._verify, *block, request.offset, where)

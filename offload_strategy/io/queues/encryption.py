@@ -49,9 +49,7 @@ class BlockCipher:
         """Free the buffer of the thread that calls; those of I/O threads end with them."""
         self.__dict__.pop("staging", None)
 
-    def digests(
-        self, place: tuple[str, int], nbytes: int, lead: int, block: int, may_change: bool
-    ) -> Tags:
+    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
         """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
         return Tags(self, nbytes, min(DIGESTED_BYTES, block))
 
@@ -104,7 +102,7 @@ class Tags:
         def before() -> None:
             if request.write:
                 self._values[here] = cipher.encrypt(request, plain, self.unit)
-            request.address, request.whole_pages = cipher.staging.address, True
+            request.address, request.is_buffer = cipher.staging.address, True
 
         def decrypt() -> None:
             cipher.decrypt(request, plain, self.unit, self._values[here], where)

@@ -73,7 +73,7 @@ class Move:
     `keep_alive` owns the memory. `on_end` is called once, on an I/O thread or on the thread that
     cancelled it, and must not raise. With `one_block_at_a_time`, that is so while nobody waits for
     it and few others are queued: each thread that moves bytes takes a core from a host that
-    computes. With `whole_pages` a read may overwrite its memory up to the end of the last page.
+    computes. For `is_buffer` see `BlockRequest`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Move:
         keep_alive: Any,
         on_end: Callable[[Move], None],
         one_block_at_a_time: bool = False,
-        whole_pages: bool = False,
+        is_buffer: bool = False,
     ) -> None:
         self.direction = direction
         self.nbytes = nbytes
@@ -98,7 +98,7 @@ class Move:
         self.finished_at = 0.0
         self.error: BaseException | None = None
         self.ended = Latch()
-        hints = (one_block_at_a_time, whole_pages)
+        hints = (one_block_at_a_time, is_buffer)
         common = (client, direction, priority, self._part_ended, self.queued_at, *hints)
         self._parts = [
             (s.queue, StripeMove(s.extent.offset, s.nbytes, address + s.begin, s.digests, *common))

@@ -230,7 +230,7 @@ class PathQueue:
             offset=part.offset + begin,
             address=part.address + begin,
             nbytes=nbytes,
-            whole_pages=part.whole_pages,
+            is_buffer=part.is_buffer,
             direct=self.region.direct,
             on_done=done,
         )

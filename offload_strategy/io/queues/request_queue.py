@@ -57,7 +57,7 @@ class StripeMove:
     on_end: Callable[[StripeMove], None]
     queued_at: float
     one_block_at_a_time: bool
-    whole_pages: bool
+    is_buffer: bool
     state: MoveState = MoveState.QUEUED
     error: BaseException | None = None
     started_at: float = 0.0
@@ -120,7 +120,7 @@ class RequestQueue:
 
 def _can_join(part: StripeMove) -> bool:
     """Whether its bytes can share a request: whole pages, which move from where they are."""
-    whole = part.direction is Direction.WRITE or part.whole_pages or not part.nbytes % PAGE_BYTES
+    whole = part.direction is Direction.WRITE or part.is_buffer or not part.nbytes % PAGE_BYTES
     staged = part.digests is not None and part.digests.stages
     return whole and not staged and part.address % PAGE_BYTES == 0
 
