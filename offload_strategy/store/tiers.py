@@ -179,9 +179,8 @@ class PathTier(Tier):
         self._live[queue] += nbytes
         digests = None
         if queue.checksum is not None:
-            place, lead = (str(queue.path), extent.offset), 0 if begin else lead
-            block = queue.backend.block_size
-            digests = queue.checksum.digests(place, nbytes, lead, block)
+            lead, block = 0 if begin else lead, queue.backend.block_size
+            digests = queue.checksum.digests(nbytes, lead, block)
         return Stripe(queue, extent, begin, nbytes, digests)
 
     def _free(self, stripes: Sequence[Stripe]) -> None:

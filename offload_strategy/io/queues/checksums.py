@@ -7,7 +7,7 @@ loses, tears or misdirects by whole pages where these lines differ, and a single
 probability of 1/63. The next page, and the next write, have other lines.
 
 Digests belong to a ticket, not to a place: bytes of another ticket or of an earlier step do not
-match. The seed is the block's identity: path, offset and a number that no other write has.
+match. The seed is a number that no other block has.
 
 A tensor that autograd has saved may change while it is written, by a view of its data. So blocks of
 memory that is not the pool's are hashed before and after. One that has changed is not verified:
@@ -67,9 +67,9 @@ class Checksum:
         sample = memoryview(_Bytes.from_address(lines.data_ptr()))[: lines.nbytes]
         return self.hash(sample, self.hash(ends, seed))
 
-    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Digests:
-        """Return digests for a stripe at a place (path and offset), for requests of `block`."""
-        return Digests(self, place, nbytes, lead, min(DIGESTED_BYTES, block))
+    def digests(self, nbytes: int, lead: int, block: int) -> Digests:
+        """Return digests for a stripe, for requests of `block` bytes."""
+        return Digests(self, nbytes, lead, min(DIGESTED_BYTES, block))
 
 
 class Digests:
@@ -78,11 +78,9 @@ class Digests:
     __slots__ = ("_checksum", "_lead", "_seed", "_values", "unit")
     stages = False
 
-    def __init__(
-        self, checksum: Checksum, place: tuple[str, int], nbytes: int, lead: int, unit: int
-    ) -> None:
+    def __init__(self, checksum: Checksum, nbytes: int, lead: int, unit: int) -> None:
         self._checksum = checksum
-        self._seed = hash((*place, next(_generations)))
+        self._seed = next(_generations)
         self._lead = lead
         self.unit = unit
         self._values: list[int | None] = [None] * -(-nbytes // unit)  # None: not known

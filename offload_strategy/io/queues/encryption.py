@@ -49,7 +49,7 @@ class BlockCipher:
         """Free the buffer of the thread that calls; those of I/O threads end with them."""
         self.__dict__.pop("staging", None)
 
-    def digests(self, place: tuple[str, int], nbytes: int, lead: int, block: int) -> Tags:
+    def digests(self, nbytes: int, lead: int, block: int) -> Tags:
         """Return nonces and tags for a stripe, in place of `Checksum.digests`."""
         return Tags(self, nbytes, min(DIGESTED_BYTES, block))
 
