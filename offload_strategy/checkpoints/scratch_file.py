@@ -24,12 +24,7 @@ from offload_strategy.errors import ConfigError, OffloadError, StorageError, Tie
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.regions.block_devices import is_block_device
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES
-from offload_strategy.io.regions.unnamed_files import (
-    PageFile,
-    create_unnamed,
-    grow,
-    switch_to_direct_io,
-)
+from offload_strategy.io.regions.unnamed_files import PageFile, create_unnamed, grow
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
@@ -147,9 +142,9 @@ class ScratchFile:
                 if self._end <= free:
                     # The destructor closes it at the latest.
                     handle = FileIO(create_unnamed(directory), "r+")
-                    switch_to_direct_io(handle.fileno())
+                    file = PageFile(handle.fileno())
                     grow(handle.fileno(), 0, self._end)
-                    self._handle, self._file = handle, PageFile(handle.fileno())
+                    self._handle, self._file = handle, file
                     break
                 reserve = format_size(RESERVE_BYTES)
                 complaint = f"has {format_size(free)} free ({reserve} stay reserved)"

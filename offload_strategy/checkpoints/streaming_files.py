@@ -30,7 +30,7 @@ import torch
 
 from offload_strategy.errors import StorageError
 from offload_strategy.host_memory.buffers import HostBuffer
-from offload_strategy.io.regions.unnamed_files import PageFile, switch_to_direct_io
+from offload_strategy.io.regions.unnamed_files import PageFile
 from offload_strategy.telemetry import Progress
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
@@ -124,7 +124,6 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
                     os.fchown(fd, previous.st_uid, previous.st_gid)
                 with suppress(OSError):
                     os.fchmod(fd, mode)
-            switch_to_direct_io(fd)
             yield fd, partial
             return
 

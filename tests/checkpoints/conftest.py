@@ -2,11 +2,10 @@
 
 import pytest
 
-from offload_strategy.checkpoints import scratch_file, streaming_files
+from offload_strategy.io.regions import unnamed_files
 
 
 @pytest.fixture(params=["direct", "buffered"])
 def way(request, monkeypatch):
     if request.param == "buffered":
-        for module in (scratch_file, streaming_files):
-            monkeypatch.setattr(module, "switch_to_direct_io", lambda fd: None)
+        monkeypatch.setattr(unnamed_files, "switch_to_direct_io", lambda fd: False)

@@ -7,13 +7,13 @@ import random
 import threading
 import time
 from ctypes import addressof, c_char
+from fcntl import F_GETFL, fcntl
 from functools import partial
 from typing import Any
 
 import pytest
 
 from offload_strategy.errors import CorruptDataError
-from offload_strategy.io.backends.posix import is_buffered
 from offload_strategy.io.backends.protocol import Backend, BlockRequest, create_backend
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
@@ -71,13 +71,21 @@ class Outcome:
         return self.errors[0]
 
 
+def is_direct(fd: int) -> bool:
+    """Whether a file was opened for direct I/O, or is closed."""
+    try:
+        return bool(fcntl(fd, F_GETFL) & os.O_DIRECT)
+    except OSError:
+        return True
+
+
 def begin(
     backend: Backend, fd: int, memory: Memory, *, write: bool, offset: int = 0, **options: Any
 ) -> Outcome:
     """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
     options.setdefault("verified", "after" in options)
-    options.setdefault("direct", not is_buffered(fd))
+    options.setdefault("direct", is_direct(fd))
     nbytes = options.pop("nbytes", memory.nbytes)
     backend.submit([BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)])
     return outcome

@@ -22,9 +22,6 @@ from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.units import PAGE_BYTES, round_up
 
-with contextlib.suppress(ImportError):  # Windows, where no tier has a path
-    from fcntl import F_GETFL, fcntl
-
 #: A system call that fails with EAGAIN is repeated for this long.
 RETRY_SECONDS = 30.0
 _MAX_PAUSE_SECONDS = 0.1
@@ -177,13 +174,6 @@ class _CachedBlocks(threading.local):
 def view_of(address: int, nbytes: int) -> memoryview:
     """Return memory as a view, which does not keep it alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address))
-
-
-def is_buffered(fd: int) -> bool:
-    """Whether I/O on a file goes through the page cache and the kernel takes advice about it."""
-    with contextlib.suppress(OSError):  # the transfer itself reports the error
-        return hasattr(os, "posix_fadvise") and not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
-    return False
 
 
 def drop_from_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:

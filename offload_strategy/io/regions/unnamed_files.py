@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from offload_strategy.io.backends.posix import drop_from_cache, is_buffered, read_all, write_all
+from offload_strategy.io.backends.posix import drop_from_cache, read_all, write_all
 from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Without direct I/O, a `PageFile` waits for the write-out after this many bytes.
@@ -75,11 +75,14 @@ def grow(fd: int, begin: int, end: int) -> None:
 
 
 class PageFile:
-    """Reads and writes whole pages of a file; at most 32 MiB stay in the page cache."""
+    """Reads and writes whole pages of a file that was empty, with direct I/O if that is supported.
+
+    Else at most 32 MiB stay in the page cache.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._buffered = is_buffered(fd)
+        self._buffered = not switch_to_direct_io(fd) and hasattr(os, "posix_fadvise")
         self._dirty_bytes = 0
 
     def write(self, view: memoryview, offset: int) -> None:
