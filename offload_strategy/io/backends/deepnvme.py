@@ -76,7 +76,8 @@ class DeepNvmeBackend(PosixBackend):
     default_checksum = "full"
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        self._aio = _load()
+        with _loading:  # the first of several threads imports it, the others wait
+            self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)
         self._idle_handles: deque[_Handle] = deque()
 
@@ -166,14 +167,8 @@ def _check_room_for_events(wanted: int) -> None:
 _loading = threading.Lock()
 
 
-def _load() -> Any:
-    """Return DeepSpeed's code; the first of several threads imports it, the others wait."""
-    with _loading:
-        return _import_once()
-
-
 @cache
-def _import_once() -> Any:
+def _load() -> Any:
     """Import DeepSpeed's code, which compiles it at the first use."""
     if (reason := unavailable_reason()) is not None:
         raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
