@@ -70,7 +70,7 @@ class Writer(StorePart):
         """Return entries on the first tiers with room, to be submitted, or none at all."""
         entries: list[Entry] = []
         leaving: list[Entry] = []
-        begun, device = 0, payloads[0].device
+        device = payloads[0].device
         try:
             for payload, next_use in zip(payloads, next_uses, strict=True):
                 entry = Entry(client, payload.nbytes, device, next_use, one_block_at_a_time)
@@ -83,18 +83,12 @@ class Writer(StorePart):
                     elif not tier.is_own_device:
                         entry.source = payload
                         leaving.append(entry)
-                if not leaving:
-                    self._begin(entries[begun:])
-                    begun += 1
             if leaving:
                 self._copy_out(leaving, compute, replaced)
-                self._begin(entries[begun:])
+            self._begin(entries)
         except BaseException:  # no tier has room, or no memory is left to pin, for instance
-            for entry in entries[:begun]:
+            for entry in entries:
                 self.registry.free(entry)
-            with self.registry.lock:
-                for entry in entries[begun:]:
-                    self.registry.forget(entry)
             raise
         return entries
 
