@@ -98,13 +98,12 @@ def test_a_burst_whose_completions_arrive_together_counts_from_its_begin(estimat
 
 def test_the_sums_of_a_run_have_the_time_in_which_each_direction_was_full(estimator):
     for block in range(10):  # one now and then
-        estimator.add_sustained(READ, 100, float(block), full=False, continues=False)
-    estimator.add_sustained(READ, 100, 20.0, full=True, continues=False)  # the end of a burst
-    estimator.add_sustained(READ, 100, 30.0, full=True, continues=True)
+        estimator.add_sustained(READ, 100, float(block), full=False)
+    estimator.add_sustained(READ, 100, 30.0, full=True)
     assert estimator.sustained(READ) == Transferred(0, 0.0)
     for block in range(101):  # both at once: a path that does both has the sum
-        estimator.add_sustained(WRITE, 100, 30.5 + block, full=True, continues=True)
-        estimator.add_sustained(READ, 200, 31.0 + block, full=True, continues=True)
+        estimator.add_sustained(WRITE, 100, 30.5 + block, full=True)
+        estimator.add_sustained(READ, 200, 31.0 + block, full=True)
     assert estimator.sustained(WRITE) == Transferred(10000, 100.0)
     assert estimator.sustained(READ) == Transferred(20200, 101.0)
 
@@ -246,7 +245,7 @@ def test_a_run_saves_once_what_it_saw_and_the_next_probes_what_is_unknown(plain,
     runs[0].add(queues[0], plain.path)
     for block in range(151):  # a queue that was full for two seconds
         seconds = block * BLOCK / 300e6
-        queues[0].bandwidth.add_sustained(WRITE, BLOCK, seconds, full=True, continues=True)
+        queues[0].bandwidth.add_sustained(WRITE, BLOCK, seconds, full=True)
     runs[0].save()
     runs[1].add(queues[1], plain.path)
     runs[1].probe(queues[1])

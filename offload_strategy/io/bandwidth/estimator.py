@@ -71,7 +71,7 @@ class BandwidthEstimator:
     def __init__(self) -> None:
         self._recent = {direction: RecentRate() for direction in Direction}
         self._sustained = dict.fromkeys(Direction, Transferred())
-        # Since when a direction's queue has not been empty.
+        # Since when a direction has had more to move than the path takes.
         self._full_since: dict[Direction, float | None] = dict.fromkeys(Direction)
         # Seconds for which the path was saturated, those accounted for, and since when it is.
         self._busy_seconds = self._accounted_seconds = 0.0
@@ -99,19 +99,16 @@ class BandwidthEstimator:
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._recent[direction].add(nbytes * min(1.0, share), seconds, decay)
 
-    def add_sustained(
-        self, direction: Direction, nbytes: int, now: float, *, full: bool, continues: bool
-    ) -> None:
+    def add_sustained(self, direction: Direction, nbytes: int, now: float, *, full: bool) -> None:
         """Record a completed request for the sums of the run.
 
-        `full`: its direction had more to move than the path took, until now. `continues`: other
-        requests of its direction are in flight, or begin at once.
+        Its direction is still `full` if others of it wait, and one is in flight or begins at once.
         """
         since = self._full_since[direction]
-        if full and since is not None:
+        if since is not None:
             moved, seconds = self._sustained[direction]
             self._sustained[direction] = Transferred(moved + nbytes, seconds + now - since)
-        self._full_since[direction] = now if full and continues else None
+        self._full_since[direction] = now if full else None
 
     def sustained(self, direction: Direction) -> Transferred:
         """What a direction moved so far while its queue was never empty."""

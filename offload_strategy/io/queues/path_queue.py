@@ -244,17 +244,14 @@ class PathQueue:
     ) -> None:
         with self._lock:
             now = perf_counter()
-            was_saturated = self._is_saturated()
             if request_over := in_flight.block_ended():
                 self._request_seconds += (now - in_flight.begun.at - self._request_seconds) / 4
                 direction, queue, nbytes = part.direction, in_flight.queue, in_flight.nbytes
                 begun, saturated = in_flight.begun, self._is_saturated()
                 self.bandwidth.completed(direction, nbytes, now, begun, saturated=saturated)
-                waiting, others = bool(queue.waiting), queue.in_flight
                 idle = not (self._reads.in_flight or self._writes.in_flight)
-                full = was_saturated and (waiting or others + 1 >= self.backend.depth)
-                continues = others > 0 or (idle and waiting)
-                self.bandwidth.add_sustained(direction, nbytes, now, full=full, continues=continues)
+                full = queue.head() is not None and (queue.in_flight > 0 or idle)
+                self.bandwidth.add_sustained(direction, nbytes, now, full=full)
             part.blocks_in_flight -= 1
             if error is not None and part.state is MoveState.RUNNING:
                 part.state = MoveState.FAILED
