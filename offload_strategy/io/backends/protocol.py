@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.thread_pool import ThreadPool
 
 Done = Callable[[BaseException | None], None]
@@ -87,10 +86,6 @@ def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
     size. Raises ConfigError if it cannot run here.
     """
     name = "posix" if name == "auto" else name
-    if name not in _BACKENDS:
-        raise ConfigError(
-            f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
-        )
     create: Callable[..., Backend] = getattr(_module(name), _BACKENDS[name])
     return create(threads=threads, block_size=block_size)
 
