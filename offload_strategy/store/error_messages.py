@@ -77,12 +77,11 @@ def _paths(queues: Iterable[PathQueue]) -> str:
     return " and ".join(sorted({str(queue.path) for queue in queues}))
 
 
-def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
+def still_waiting(move: Move, seconds: float) -> None:
     """Say that a path does not answer."""
-    paths = move.unfinished_paths() or _paths(stripe.queue for stripe in entry.stripes)
     logger.warning(
-        f"waiting for {paths} to {move.direction} {format_size(entry.nbytes)} for {seconds:.0f} s; "
-        f"the path does not answer, training resumes when it does"
+        f"waiting for {move.unfinished_paths()} to {move.direction} {format_size(move.nbytes)} for "
+        f"{seconds:.0f} s; the path does not answer, training resumes when it does"
     )
 
 

@@ -44,7 +44,7 @@ class Reader(StorePart):
             if move is not None:
                 begin = perf_counter()
                 move.raise_priority()
-                self.wait(entry, move)
+                self.wait(move)
                 self.recorder.stalled(entry.client, begin, reading=True)
                 if move.state is MoveState.FAILED:
                     raise reports.failed(entry, move)
@@ -76,17 +76,17 @@ class Reader(StorePart):
                     is_buffer=memory.is_cpu,
                     on_end=partial(self._ended, entry, memory),
                 )
-                self.registry.moving.add(entry)
+                self.registry.moving.add(move)
             move.submit()
         return move
 
-    def wait(self, entry: Entry, move: Move) -> None:
+    def wait(self, move: Move) -> None:
         """Wait for the end of a transfer, with warnings if a path does not answer."""
         begin = perf_counter()
         patience = reports.PATIENCE_SECONDS
         move.run_queued()
         while not move.ended.wait(patience):
-            reports.still_waiting(entry, move, perf_counter() - begin)
+            reports.still_waiting(move, perf_counter() - begin)
             patience *= 2
 
     def stage(self, entries: Sequence[Entry]) -> bool:
@@ -156,7 +156,7 @@ class Reader(StorePart):
             except BaseException as error:  # for example, if the device is out of memory
                 move.error, move.state = error, MoveState.FAILED
         with self.registry.lock:
-            self.registry.moving.discard(entry)
+            self.registry.moving.discard(move)
             entry.move = None
             if entry.state is TicketState.FREED:
                 self.registry.forget(entry)

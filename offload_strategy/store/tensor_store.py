@@ -196,7 +196,7 @@ class TensorStore:
         self.registry.check_alive(ticket.entry)
         # Nobody will read what is being written: the bytes in memory are used.
         if (writing := self.cancel_write(ticket)) is not None:
-            self._reader.wait(ticket.entry, writing)
+            self._reader.wait(writing)
         return self.get(ticket)
 
     # ------------------------------------------------------------------ freeing
@@ -228,7 +228,7 @@ class TensorStore:
         with registry.lock:
             move = entry.move if entry.state is TicketState.WRITING and is_read() else None
         if move is not None:
-            self._reader.wait(entry, move)
+            self._reader.wait(move)
         with registry.lock:
             # What is in a host tier may be written at any time.
             if entry.may_leave and entry.payload is not None and is_read():
@@ -259,7 +259,7 @@ class TensorStore:
     def wait_for_writes(self, of: Ticket | None = None) -> None:
         """Wait until all writes, or that `of` a ticket, have ended; StorageError if one failed."""
         if of is not None and of.state is TicketState.WRITING and (move := of.entry.move):
-            self._reader.wait(of.entry, move)
+            self._reader.wait(move)
         while of is None and self.registry.writing_bytes and not self.registry.closed:
             self.registry.pause()
         self._collect()
@@ -281,12 +281,12 @@ class TensorStore:
             return
         with registry.lock:
             registry.closed = True
-            moving = [(entry, move) for entry in registry.moving if (move := entry.move)]
+            moving = list(registry.moving)
         # Cancel all of them first: each block that ends would start the next queued transfer.
-        for _, move in moving:
+        for move in moving:
             move.cancel()
-        for entry, move in moving:
-            self._reader.wait(entry, move)
+        for move in moving:
+            self._reader.wait(move)
         registry.release_written()
         for engine in tuple(self.copies.values()):
             engine.close()

@@ -42,8 +42,8 @@ class TicketRegistry:
         self.lock = threading.Lock()
         self.pid = os.getpid()
         self.closed = False
-        #: Entries with a transfer in flight, and bytes to be written, in total and by client.
-        self.moving: set[Entry] = set()
+        #: Transfers in flight, and bytes to be written, in total and by client.
+        self.moving: set[Move] = set()
         self.writing_bytes = 0
         self.writing_bytes_of: Counter[str] = Counter()
         #: How often bytes left memory, or a load failed, without a call of their owner.
@@ -136,7 +136,7 @@ class TicketRegistry:
     def pause(self) -> None:
         """Let writes end: wait for one of them, for a millisecond at most."""
         with self.lock:
-            moving = [move for entry in self.moving if (move := entry.move)]
+            moving = list(self.moving)
         write = next((move for move in moving if move.direction is Direction.WRITE), None)
         if write is None:
             time.sleep(_PAUSE_SECONDS)

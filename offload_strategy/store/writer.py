@@ -187,7 +187,7 @@ class Writer(StorePart):
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
         entry.state = TicketState.WRITING
-        entry.move = Move(
+        entry.move = move = Move(
             client=entry.client,
             direction=Direction.WRITE,
             stripes=entry.stripes,
@@ -202,14 +202,14 @@ class Writer(StorePart):
         )
         self.registry.writing_bytes += entry.nbytes
         self.registry.writing_bytes_of[entry.client] += entry.nbytes
-        self.registry.moving.add(entry)
+        self.registry.moving.add(move)
 
     def _ended(self, entry: Entry, move: Move) -> None:
         registry = self.registry
         with registry.lock:
             registry.writing_bytes -= entry.nbytes
             registry.writing_bytes_of[entry.client] -= entry.nbytes
-            registry.moving.discard(entry)
+            registry.moving.discard(move)
             entry.move = None
             if entry.state is TicketState.FREED:
                 registry.forget(entry)
