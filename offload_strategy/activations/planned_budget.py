@@ -54,8 +54,6 @@ _SEEN_SHARE, _SCARCE_SHARE = 0.9, 0.25
 _USES_AHEAD, _BYTES_AHEAD, _MOST_AHEAD = 8, 32 * MiB, 512
 #: Largest number of items whose plan is remembered.
 _MOST_ITEMS = 65536
-#: Share of the memory that is the limit if none is given: a device's allocator leaves gaps in it.
-_FREE_SHARE, _DEVICE_SHARE = 0.95, 0.85
 #: Share of the limit by which the room must shrink, or grow, for a new plan.
 _LESS, _MORE = 0.005, 0.03
 #: Share of the limit that idle buffers may take: those of states, gradients and weights on their
@@ -94,8 +92,7 @@ class MemoryLimit:
         assert self.meter is not None
         if self.nbytes is not None:
             return self.nbytes
-        share = _FREE_SHARE if self.meter.counts_host_buffers else _DEVICE_SHARE
-        return int(share * self.meter.total_bytes(self.processes))
+        return self.meter.default_limit_bytes(self.processes)
 
     def free_bytes(self, device: torch.device) -> int:
         """Return the free bytes of a device, within the limit if that is measured there."""

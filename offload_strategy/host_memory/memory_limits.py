@@ -19,6 +19,8 @@ from offload_strategy.torch_support import accelerator
 #: Lines of ``memory.stat`` of cgroups of version 1 and 2 that tell what cannot be reclaimed.
 _OCCUPIED_V1, _OCCUPIED_V2 = ("total_rss ", "total_shmem "), ("anon ", "shmem ")
 
+#: Share of what there is that training uses if no limit is given: a device's allocator leaves gaps.
+_HOST_SHARE, _DEVICE_SHARE = 0.95, 0.85
 
 #: What was read last, by process and figure: a forked child is another process.
 _latest: dict[tuple[int, str], int] = {}
@@ -175,8 +177,8 @@ class PeakMeter:
         if self.counts_freed and freed_memory.nbytes() > beyond:
             freed_memory.return_all()
 
-    def total_bytes(self, processes: int) -> int:
-        """Bytes that this process can have in all, one of so many on the machine."""
+    def default_limit_bytes(self, processes: int) -> int:
+        """Bytes that this process, one of so many on the machine, may use if no limit is given."""
         if accelerator.has_memory_statistics(self.device):
-            return accelerator.available_bytes(self.device)
-        return available_bytes() // processes + resident_bytes()
+            return int(_DEVICE_SHARE * accelerator.available_bytes(self.device))
+        return int(_HOST_SHARE * (available_bytes() // processes + resident_bytes()))

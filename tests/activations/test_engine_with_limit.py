@@ -107,7 +107,7 @@ def test_the_meter_sees_what_was_and_forgets_it(tmp_path, monkeypatch):
     del block
     meter.reset_peak()
     assert meter.peak_bytes() < before + 128 * MiB
-    assert 0 < meter.used_bytes() <= meter.peak_bytes() < meter.total_bytes(1)
+    assert 0 < meter.used_bytes() <= meter.peak_bytes() < meter.default_limit_bytes(1)
     monkeypatch.setattr(meter, "_proc", tmp_path / "nowhere")
     meter.reset_peak()
     assert abs(meter.peak_bytes() - meter.used_bytes()) < 8 * MiB, "what there is now"

@@ -56,8 +56,8 @@ class Training:
         if self.freed > beyond:
             self.freed = 0
 
-    def total_bytes(self, processes):
-        return 4 * self.others
+    def default_limit_bytes(self, processes):
+        return int(0.95 * 4 * self.others)
 
     def change(self, nbytes):
         self.items += nbytes
