@@ -348,7 +348,6 @@ class Updater:
                 weights,
                 states,
                 [rounded[index] for index in indices],
-                partial(self._store.borrow, "optimizer"),
                 self._generator(subgroup, source),
             )
             if has_new_states:  # the layout changes: everything is packed again

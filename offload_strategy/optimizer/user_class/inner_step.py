@@ -6,9 +6,9 @@ update of a group in a step runs on copies of its two smallest tensors before, t
 
 [Note: updates in chunks]
 States whose stored dtype is narrower than their compute dtype have to be upcast. All at once that
-needs a buffer of twice their size; a chunk at a time, into the same buffer, they stay in the
-processor's caches. The same holds for gradients of weights that have a master weight. Chunks are
-parameter slices, which change no bits: see [Note: where a parameter may be sliced].
+needs memory of twice their size; a chunk at a time, they stay in the processor's caches. The same
+holds for gradients of weights that have a master weight. Chunks are parameter slices, which change
+no bits: see [Note: where a parameter may be sliced].
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_flatten
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.states.parameter_slices import (
-    SLICE_ALIGNMENT,
     ParameterSlice,
     in_batches,
     slice_parameter,
@@ -38,7 +37,6 @@ from offload_strategy.optimizer.states.subgroups import (
 )
 from offload_strategy.optimizer.user_class.watch import RandomOperations, UnfitUpdateError, Watch
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.units import round_up
 
 #: Elements of a chunk, which take 8 MiB for two states in float32: smaller chunks cost more in
 #: calls than they save in caches (a step took 5 % longer with a quarter of them).
@@ -231,38 +229,28 @@ def update_in_chunks(
     weights: Sequence[torch.Tensor],
     states: _States,
     upcast: Sequence[Collection[str]],
-    borrow: Callable[[int], torch.Tensor],
     generator: torch.Generator | None,
 ) -> bool:
     """Update weights with gradients in place, and their states in their stored dtypes.
 
     `run` updates some tensors and their states, like `run_update`. `upcast` has, for each weight,
-    the states to be upcast to float32; `borrow` lends a flat uint8 tensor of so many bytes for
-    that. A generator rounds stochastically, None to nearest. Returns whether there are new states.
+    the states to be upcast to float32. A generator rounds stochastically, None to nearest. Returns
+    whether there are new states.
     """
     known = [len(state) for state in states]
-    scratch = torch.empty(0)
     updated: list[list[tuple[ParameterSlice, dict[str, Any]]]] = [[] for _ in weights]
     index_of = {id(weight): index for index, weight in enumerate(weights)}
     slices = (each for weight in weights for each in slice_parameter(weight, CHUNK_ELEMENTS))
     for batch in in_batches(slices, CHUNK_ELEMENTS):
         chunk = [(index_of[id(each.parameter)], each) for each in batch]
-        sizes = [round_up(each.numel, SLICE_ALIGNMENT) * len(upcast[i]) for i, each in chunk]
-        if sum(sizes) > scratch.numel():  # at the first chunk, which is as large as most
-            scratch = borrow(4 * sum(sizes)).view(torch.float32)
         parameters, slice_states = [], []
-        begin = 0
         for index, param_slice in chunk:
             parameter, gradient = param_slice.values, weights[index].grad
             if param_slice.rows is not None and gradient is not None:
                 parameter.grad_dtype = gradient.dtype
                 parameter.grad = param_slice.of(gradient)
             state = param_slice.slice_state(states[index])
-            for name in upcast[index]:
-                stored = state[name]
-                end = begin + stored.numel()
-                state[name] = scratch[begin:end].view(stored.shape).copy_(stored)
-                begin = round_up(end, SLICE_ALIGNMENT)
+            state.update((name, state[name].float()) for name in upcast[index])
             parameters.append(parameter)
             slice_states.append(state)
         run(parameters, slice_states)
