@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch._ops import OpOverload
@@ -24,9 +25,7 @@ Argument = bool | int | float | torch.Tensor | None
 
 def operators(*names: str) -> frozenset[OpOverload]:
     """Operators of `torch.ops.aten` by name and overload."""
-    return frozenset(
-        getattr(getattr(aten, name), overload) for name, overload in (n.split(".") for n in names)
-    )
+    return frozenset(attrgetter(*names)(aten))
 
 
 UNSCALE: OpOverload = aten._amp_foreach_non_finite_check_and_unscale_.default
