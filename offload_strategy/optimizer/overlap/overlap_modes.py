@@ -278,9 +278,6 @@ class EagerUpdates(BackwardOverlap):
         super().__init__(updater, is_last, is_ready)
         #: By subgroup, and index of a slice that is not yet updated, the parameter's gradient.
         self._gradients: dict[tuple[Subgroup, int], torch.Tensor] = {}
-        # Parameters of which some slices are updated. If streamed, they are written once, when all
-        # slices have been: gradients of the other parameters of a subgroup may come much later.
-        self._begun: set[torch.Tensor] = set()
         #: Whether a backward has updated weights and no step() has followed, and whether states
         #: were replaced meanwhile.
         self._unstepped = self._states_replaced = False
@@ -304,12 +301,12 @@ class EagerUpdates(BackwardOverlap):
         self._unstepped = True
         if (group := subgroup.group_index) not in self._settings:
             self._settings[group] = self._updater.settings_of(group)
-        # Hold the weights, about to be updated, of which slices are left; release the others.
+        # A streamed weight is held and written once, when all of its slices have been updated:
+        # gradients of the other parameters of a subgroup may come much later.
         slices = [subgroup.slices[index] for index in ready]
         for parameter in {each.parameter for each in slices if each.rows is not None}:
-            begun = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
-            (self._begun.add if begun else self._begun.discard)(parameter)
-            self._updater.weights.residency.set_held(parameter, begun)
+            is_left = any(each in self._gradients for each in self._subgroups_of[id(parameter)])
+            self._updater.weights.residency.set_held(parameter, is_left)
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
         if not self._updater.weights.streams:
@@ -391,9 +388,10 @@ class EagerUpdates(BackwardOverlap):
             self._states_replaced = self._unstepped = False
 
     def _drop_all(self) -> None:
+        for subgroup, index in self._gradients:
+            parameter = subgroup.slices[index].parameter
+            self._updater.weights.residency.set_held(parameter, False)
         self._gradients.clear()
         self._settings.clear()
         self._versions.clear()
-        while self._begun:
-            self._updater.weights.residency.set_held(self._begun.pop(), False)
         super()._drop_all()
