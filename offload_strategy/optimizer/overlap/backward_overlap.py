@@ -99,8 +99,6 @@ class BackwardOverlap(ABC):
         self._waiting: deque[Subgroup] = deque()
         #: In the order of completion, as keys.
         self._completed: dict[Subgroup, None] = {}
-        #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
-        self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
         #: Gradients of an earlier pass, and what has their memory since this one.
         self._succeeded: list[tuple[weakref.ref[GradientBacking], GradientBacking]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
@@ -126,7 +124,6 @@ class BackwardOverlap(ABC):
 
     def backward_begins(self) -> None:
         """Handle the start of a backward pass whose end `backward_over` tells."""
-        self._deferred.clear()
         if self._is_last():
             self._begin_backward()
 
@@ -141,14 +138,15 @@ class BackwardOverlap(ABC):
     def backward_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Handle the end of a backward pass: all gradients are final and in `p.grad`.
 
-        The parameters are those that got a gradient, except those of `gradient_reduced`.
+        The parameters are those that got a gradient, also those of `gradient_reduced`.
         """
-        for parameter, offloaded in self._deferred:
-            parameter.grad = offloaded
-        self._deferred.clear()
         if self._is_last():
             for parameter in parameters:
-                self._take(parameter)
+                backing = self._taken.get(parameter)
+                if backing is None:
+                    self._take(parameter)
+                else:  # DDP has written there meanwhile
+                    parameter.grad = OffloadedGradient.over(backing, backing.metadata)
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Take a final gradient, that in `p.grad` unless another is given."""
@@ -170,9 +168,7 @@ class BackwardOverlap(ABC):
                 return
         offloaded = self._collect(parameter, gradient)
         self._taken[parameter] = offloaded.backing
-        if deferred:
-            self._deferred.append((parameter, offloaded))
-        else:
+        if not deferred:
             parameter.grad = wrap_like(parameter.grad, offloaded)
         del gradient
         if earlier is not None:

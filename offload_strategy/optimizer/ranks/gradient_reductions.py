@@ -82,8 +82,7 @@ class GradientReductions:
                 future.wait()
                 for parameter, gradient in bucket:
                     # Where it lies otherwise in memory than its parameter, it is taken at the end.
-                    contiguous = parameter.is_contiguous()
-                    if contiguous and self._seen.pop(id(parameter), None) is not None:
+                    if parameter.is_contiguous() and id(parameter) in self._seen:
                         self._overlap.gradient_reduced(parameter, gradient)
 
     def _queue(self, behind: int, nested: bool) -> None:
