@@ -50,6 +50,7 @@ class AttachedOptimizers:
         #: Knows attached models whose ranks may shard optimizer states.
         self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        #: Users' own whose states are here; also where the wrapping one is gone.
         self._inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
@@ -124,7 +125,7 @@ class AttachedOptimizers:
         # or find gradients that were consumed.
         self._inner.add(optimizer)
         guard = guard_of(optimizer)
-        guard.owner, guard.wrapper = weakref.ref(self), weakref.ref(wrapped)
+        guard.attached, guard.wrapper = weakref.ref(self._inner), weakref.ref(wrapped)
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
@@ -174,20 +175,13 @@ class AttachedOptimizers:
         for parameter in optimizer.parameters():
             _state_owners.get(parameter, weakref.WeakSet()).discard(optimizer)
         self._wrapped.discard(optimizer)
-        self._release(optimizer.inner)
+        self._inner.discard(optimizer.inner)
 
     def close(self) -> None:
         """Release all optimizers. Idempotent."""
         for optimizer in self:
             self.unwrap(optimizer)
-        for inner in list(self._inner):
-            self._release(inner)
-
-    def _release(self, inner: Optimizer) -> None:
-        self._inner.discard(inner)
-        guard = guard_of(inner)
-        if guard.owner is not None and guard.owner() is self:  # and not another engine by now
-            guard.owner = None
+        self._inner.clear()
 
     def _subgroup_size(
         self, parameters: Sequence[nn.Parameter], state_bytes: int

@@ -36,8 +36,8 @@ class InnerGuard:
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = weakref.ref(inner)
-        #: Something that lives as long as the states may be elsewhere: what has wrapped `inner`.
-        self.owner: weakref.ref[Any] | None = None
+        #: The optimizers whose states the engine has that has wrapped `inner` last.
+        self.attached: weakref.ref[weakref.WeakSet[Optimizer]] | None = None
         self.wrapper: weakref.ref[Optimizer] | None = None
         self.is_own_call = False
         #: Whether what has wrapped `inner` has states, or had some until it was freed.
@@ -53,7 +53,8 @@ class InnerGuard:
         if optimizer is not self._inner() or self.is_own_call:
             return
         kind = type(optimizer).__name__
-        if self.owner is not None and self.owner() is not None:
+        attached = None if self.attached is None else self.attached()
+        if attached is not None and optimizer in attached:
             advice = _STEP_ADVICE if call == "step" else _STATE_ADVICE.format(call=call)
             raise OffloadError(f"{call}(): an offload engine has the states of this {kind}{advice}")
         if call != "load_state_dict" and has_lost_states(optimizer):
