@@ -48,7 +48,6 @@ class GradientReductions:
         self._reduced_all = False
         self._seen: dict[int, torch.Tensor] = {}
         self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
-        self._listens = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Handle a gradient of this rank that is not reduced yet."""
@@ -102,8 +101,7 @@ class GradientReductions:
         if module is not None and module.find_unused_parameters:
             # What this rank has not used may have got a gradient from others.
             seen |= {id(p): p for p in module.parameters() if p.requires_grad}
-        if module is not None and not self._listens:
-            self._listens = True
+        elif module is not None:
             self._listen(module)
         self._overlap.backward_over(list(seen.values()))
 
@@ -116,9 +114,9 @@ class GradientReductions:
             if hook is _all_reduce:
                 state.listeners.add(self)  # type: ignore[attr-defined]
                 return
-        odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
+        odd = module.static_graph or module.mixed_precision or self._dp_group.size == 1
         sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
-        if odd or sparse or module._comm_hooks or self._dp_group.size == 1:
+        if odd or sparse or module._comm_hooks:
             return
         # A module keeps its hook for ever, and with it the group, but no listener.
         state = SimpleNamespace(
