@@ -137,8 +137,6 @@ class Updater:
                 index: gradient_values(subgroup.slices[index].parameter)
                 for index in with_gradient(subgroup)
             }
-        if not gradients:
-            return
         with self._measured() as record:
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.writable, record)
