@@ -124,16 +124,16 @@ def _state_bytes(
 
     It has as many dimensions, if one has, and is the largest that is not larger.
     """
-    tried = sorted(tried, key=lambda each: each.shape.numel())
-    same_dim = [each for each in tried if len(each.shape) == parameter.dim()]
-    smaller = [each for each in same_dim if each.shape.numel() <= parameter.numel()]
+    tried = sorted(tried, key=lambda each: each.alone.numel())
+    same_dim = [each for each in tried if each.alone.dim() == parameter.dim()]
+    smaller = [each for each in same_dim if each.alone.numel() <= parameter.numel()]
     model = [*tried, *same_dim[:1], *smaller][-1]
     nbytes: int = sum(
         precision.stored_dtype(value.dtype, name).itemsize * value.numel()
         for name, value in flatten_wrappers(model.state).items()
         if packable(value)
     )
-    share: float = parameter.numel() / max(1, model.shape.numel())
+    share: float = parameter.numel() / max(1, model.alone.numel())
     master_bytes = parameter.numel() * 4 if precision.has_master(parameter) else 0
     return master_bytes + round(nbytes * share)
 

@@ -62,8 +62,8 @@ class StandIn:
         self._generator = torch.Generator().manual_seed(seed)
         # Not `new_empty`, which would load a streamed weight.
         dtype = precision.compute_dtype(model.dtype)
-        self._like = torch.empty(0, dtype=dtype, device=model.device)
-        self.shape = torch.Size(shape)
+        self.alone = torch.empty(torch.Size(shape), dtype=dtype, device=model.device)
+        self.alone.copy_(self._random())
 
         def part(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -73,7 +73,6 @@ class StandIn:
             copy = value.detach().clone()
             return copy.to(precision.compute_dtype(value.dtype)) if packable(value) else copy
 
-        self.alone = self._random()
         trains = self.alone.is_floating_point() or self.alone.is_complex()
         self.parameter = nn.Parameter(self.alone.clone(), requires_grad=trains)
         given = {n: v for n, v in optimizer.state.get(model, {}).items() if n != MASTER_WEIGHT}
@@ -90,10 +89,10 @@ class StandIn:
         self._slices, self._states = list(slices), [{} for _ in slices]
 
     def _random(self) -> torch.Tensor:
-        kind = torch.complex64 if self._like.is_complex() else torch.float32
+        kind = torch.complex64 if self.alone.is_complex() else torch.float32
         # Of the generator's device, whatever the default device is.
-        values = torch.randn(self.shape, generator=self._generator, dtype=kind, device="cpu")
-        return values.to(self._like)
+        values = torch.randn(self.alone.shape, generator=self._generator, dtype=kind, device="cpu")
+        return values.to(self.alone)
 
     def next_gradient(self, step: int | None) -> None:
         """Begin a step with another gradient; what has counted the last one is set to `step`."""
@@ -120,7 +119,7 @@ class StandIn:
     def is_same(self) -> bool:
         """Whether both have the same values. States of slices must have the parameter's shape."""
         if len(self._slices) > 1 and not all(
-            value.shape == self.shape
+            value.shape == self.alone.shape
             for value in filter(packable, flatten_wrappers(self.state).values())
         ):
             return False
@@ -194,7 +193,7 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     empty = inner_step.copy_with_parameters(optimizer, group, [], [])
     flat = [StandIn(empty, plain[0], [size], precision) for size in _FLAT_ELEMENTS]
     for each in flat:
-        cuts = pairwise((*_FLAT_CUTS, each.shape[0]))
+        cuts = pairwise((*_FLAT_CUTS, len(each.alone)))
         each.cut([ParameterSlice(each.alone, rows) for rows in cuts])
     largest = {
         p.dim(): StandIn(empty, p, _bounded(p.shape), precision) for p in plain if p.dim() > 1
