@@ -48,7 +48,8 @@ class BackwardPasses:
         self.task = -1
         self.nested = self.running = False
         self._outermost = -1  # the id of the pass that is not nested, if it has had a gradient
-        self._seen: set[int] = set()
+        #: What has got a gradient in the pass, by id.
+        self.parameters: dict[int, torch.Tensor] = {}
 
     def begins(self, parameter: torch.Tensor) -> bool:
         """Note a gradient of the running pass; return whether it is the first one."""
@@ -59,18 +60,18 @@ class BackwardPasses:
             frames = walk_stack(sys._getframe())  # a node of another pass has begun a nested one
             self.nested = any(frame.f_code is _NODE_CODE for frame, _ in frames)
             another = not self.nested and self._outermost not in (-1, task)
-            first = not self.running or another or id(parameter) in self._seen
+            first = not self.running or another or id(parameter) in self.parameters
             if first:
                 self.running, self._outermost = True, -1
-                self._seen.clear()
+                self.parameters = {}
             if not self.nested:
                 self._outermost = task
-        self._seen.add(id(parameter))
+        self.parameters[id(parameter)] = parameter
         return first
 
     def end(self) -> None:
         """The next gradient is the first of another pass."""
-        self.task, self.running = -1, False
+        self.task, self.running, self.parameters = -1, False, {}
 
 
 class BackwardOverlap(ABC):

@@ -46,7 +46,6 @@ class GradientReductions:
         self._overlap = overlap
         self._passes = BackwardPasses()
         self._reduced_all = False
-        self._seen: dict[int, torch.Tensor] = {}
         self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -58,12 +57,10 @@ class GradientReductions:
         task = self._passes.task
         if self._passes.begins(parameter):
             self._reduced_all = False
-            self._seen.clear()
             self._reducing.clear()  # of a pass that broke off
             self._overlap.backward_begins()
         if self._passes.task != task:
             self._queue(_CALLBACKS_BEHIND, self._passes.nested)
-        self._seen[id(parameter)] = parameter
         self._report_finished()
 
     def add(self, future: torch.futures.Future[Any], bucket: _Bucket, last: bool) -> None:
@@ -81,7 +78,7 @@ class GradientReductions:
                 future.wait()
                 for parameter, gradient in bucket:
                     # Where it lies otherwise in memory than its parameter, it is taken at the end.
-                    if parameter.is_contiguous() and id(parameter) in self._seen:
+                    if parameter.is_contiguous() and id(parameter) in self._passes.parameters:
                         self._overlap.gradient_reduced(parameter, gradient)
 
     def _queue(self, behind: int, nested: bool) -> None:
@@ -94,7 +91,7 @@ class GradientReductions:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _end(self) -> None:
-        seen, self._seen = self._seen, {}
+        seen = self._passes.parameters
         self._passes.end()
         self._reducing.clear()
         module = self._dp_group.module()
