@@ -133,12 +133,12 @@ class RetainedGradients:
     ) -> list[torch.Tensor] | None:
         """Move gradients that are to leave to buffers; return memory for their new weights.
 
-        None if there is no room for those until `step()`, or if a gradient needs its memory. New
-        memory would lie between that of gradients, which come and go, and fragment the heap.
+        None if there is no room for those until `step()`, or if a gradient is not like its weight.
+        New memory would lie between that of gradients, which come and go, and fragment the heap.
         """
-        for parameter, backing in gradients:
-            weight, metadata = local_tensor(parameter), backing.metadata
-            is_alike = (metadata.dtype, metadata.strides) == (weight.dtype, weight.stride())
+        for weight, backing in gradients:
+            metadata = backing.metadata
+            is_alike = metadata == TensorMetadata.of(weight)._replace(offset=metadata.offset)
             if metadata.device.type != "cpu" or not is_alike or self._stays(metadata):
                 return None
         if not self._store.pool.may_wait(sum(backing.metadata.nbytes for _, backing in gradients)):
@@ -156,12 +156,10 @@ class RetainedGradients:
             return values
 
         for number, (_, backing) in enumerate(gradients, start=1):
-            if backing.metadata.nbytes < _SMALLEST_BYTES:
-                memory.append(backing.metadata.empty())
-            else:
+            if backing.metadata.nbytes >= _SMALLEST_BYTES:
                 backing.relocate(move)
-            if len(memory) < number:
-                return None
+            if len(memory) < number:  # it is small, or needs its memory
+                memory.append(backing.metadata.empty())
         return [self._store.pool.count_waiting(each) for each in memory]
 
     def clear(self) -> None:
@@ -213,10 +211,10 @@ class CommittedUpdates(BackwardOverlap):
         ready = {index: subgroup.slices[index] for index in sorted(subgroup.ready)}
         memory = None
         if not self._updater.weights.streams:
-            whole = [s.parameter for s in ready.values() if s.rows is None]
-            if len(whole) == len(ready):
-                memory = self._retained.memory_of([(each, self._taken[each]) for each in whole])
-            memory = memory or self._retained.memory_on_device([s.values for s in ready.values()])
+            weights = [each.values for each in ready.values()]
+            backings = [self._taken[each.parameter] for each in ready.values()]
+            memory = self._retained.memory_of(list(zip(weights, backings, strict=True)))
+            memory = memory or self._retained.memory_on_device(weights)
         gradients = {}
         for index, param_slice in ready.items():
             gradient = param_slice.of(self._taken[param_slice.parameter].raw())
