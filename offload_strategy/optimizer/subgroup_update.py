@@ -423,8 +423,7 @@ class Updater:
             given = [(each, states.get(each.parameter, {})) for each in subgroup.slices]
             own = [own_state(each, state, self.precision) for each, state in given]
             # Where the optimizer counts steps, a resumed run goes on with the same random numbers.
-            steps = [torch.as_tensor(state["step"]) for state in own if "step" in state]
-            done = max((int(step) for step in steps if step.numel() == 1), default=0)
+            done = max(int(inner_step.numbers_of(state).get("step", 0)) for state in own)
             unpacked = UnpackedStates(StateSet([], updates=max(0, done - 1)), own)
             self._set_states(subgroup, self._pack(subgroup, unpacked))
 
