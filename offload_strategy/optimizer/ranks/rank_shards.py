@@ -124,15 +124,14 @@ class RankShards:
         if self._sharing is None and weights.streams and group.ranks().on_one_machine:
             self._sharing = WeightSharing(group, weights.residency)
         sharing, streamed = self._sharing, weights.residency.is_streamed_whole
-        parameters = {id(p): p for s in subgroups for p in (each.parameter for each in s.slices)}
+        parameters = list(dict.fromkeys(e.parameter for s in subgroups for e in s.slices))
         flags = [int(any(e.parameter.grad is not None for e in s.slices)) for s in subgroups]
         shares = sharing is not None and sharing.works
-        flags += [not (shares and streamed(parameter)) for parameter in parameters.values()]
+        flags += [not (shares and streamed(parameter)) for parameter in parameters]
         module = group.module()
         if module is not None and module._join_config.enable:
             raise OffloadError(f"DistributedDataParallel.join() lets ranks end early, {_ALONE}")
-        digest = _digest([each.parameter for s in subgroups for each in s.slices])
-        flags = group.any_rank([*flags, *digest])
+        flags = group.any_rank([*flags, *_digest(parameters)])
         if any(high + low > 255 for high, low in zip(flags[-8:-4], flags[-4:], strict=True)):
             raise OffloadError(f"gradients differ between the ranks, {_ALONE}")
         changing = list(compress(subgroups, flags[: len(subgroups)]))

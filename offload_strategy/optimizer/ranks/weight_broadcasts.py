@@ -119,8 +119,8 @@ class StepBroadcasts:
     Every rank has to begin the same collectives in the same order: that of the subgroups that
     change in this step. Those of other ranks are received at once; this rank's wait until they are
     updated. Where weights are streamed, all follow when those of this rank are updated, subgroup by
-    subgroup, so that few are in memory; and `sharing` exchanges the weights of parameters whose ids
-    are not in `sent`, as far as it can. Without a group there is nothing to send.
+    subgroup, so that few are in memory; and `sharing` exchanges the weights of parameters that are
+    not in `sent`, as far as it can. Without a group there is nothing to send.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StepBroadcasts:
         changing: Iterable[Subgroup],
         weights: UpdatedWeights,
         sharing: WeightSharing | None = None,
-        sent: Container[int] = (),
+        sent: Container[torch.Tensor] = frozenset(),
     ) -> None:
         self.dp_group = dp_group
         self._weights = weights
@@ -159,21 +159,18 @@ class StepBroadcasts:
             self._begun.popleft()
         if self.dp_group is None:
             return
-        shared: dict[int, tuple[torch.Tensor, int]] = {}
+        shared: dict[torch.Tensor, int] = {}
         to_send: list[tuple[list[ParameterSlice], int]] = []
         for subgroup in self._upcoming:
-            slices = []
-            for each in subgroup.slices:
-                if id(each.parameter) in self._sent:
-                    slices.append(each)
-                else:
-                    shared[id(each.parameter)] = (each.parameter, subgroup.owner)
-            if slices:
-                to_send.append((slices, subgroup.owner))
+            sent = [each for each in subgroup.slices if each.parameter in self._sent]
+            if sent:
+                to_send.append((sent, subgroup.owner))
+            rest = [each.parameter for each in subgroup.slices if each not in sent]
+            shared |= dict.fromkeys(rest, subgroup.owner)
         self._upcoming.clear()
         self._send(self.dp_group, to_send)
         if self._sharing is not None and shared:
-            left = self._sharing.exchange(list(shared.values()))
+            left = self._sharing.exchange(list(shared.items()))
             self._send(self.dp_group, [([ParameterSlice(p)], owner) for p, owner in left])
 
     def _send(
