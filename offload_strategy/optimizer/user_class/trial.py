@@ -13,7 +13,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
@@ -211,14 +211,11 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
 def _random_numbers_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     """Restore the states of random numbers: those of torch, Python and NumPy."""
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        with forked_generators(devices):
-            yield
-    finally:
-        random.setstate(states[0])
+    with forked_generators(devices), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
         if numpy:
-            numpy.random.set_state(states[1])
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
