@@ -65,31 +65,25 @@ class UpdateStreams:
         window.add(read, nbytes, [*gradients, *written])
         window.release(max(_WINDOW_BYTES, nbytes))
 
-    @contextlib.contextmanager
-    def reduced(self, device: torch.device) -> Iterator[None]:
+    def reduced(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Wait for a reduction and use its results without stopping backward."""
         stream = self._stream(device)
         if stream is None:
-            yield
-            return
+            return contextlib.nullcontext()
         stream.wait_stream(torch.accelerator.current_stream(device))
-        with using_stream(stream):
-            yield
+        return using_stream(stream)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Run `step()` on the update streams, to which the memory of states belongs."""
         self.join()
-        callers = {device: torch.accelerator.current_stream(device) for device in self._streams}
-        try:
-            with contextlib.ExitStack() as stack:
-                for device, stream in self._streams.items():
-                    stream.wait_stream(callers[device])
-                    stack.enter_context(using_stream(stream))
-                yield
-        finally:
-            for device, caller in callers.items():
-                caller.wait_stream(self._streams[device])
+        with contextlib.ExitStack() as stack:
+            for device, stream in self._streams.items():
+                caller = torch.accelerator.current_stream(device)
+                stream.wait_stream(caller)
+                stack.callback(caller.wait_stream, stream)
+                stack.enter_context(using_stream(stream))
+            yield
 
     def join(self) -> None:
         """Let the current streams wait for all updates; nothing is referenced after that."""
