@@ -14,7 +14,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from timeit import default_timer as perf_counter
@@ -62,8 +61,12 @@ class RankDirectory:
         self._local: dict[int, psutil.Process | None] = {}
         for rank, member in self._processes.items():
             if member.machine == own.machine and member.pid != own.pid:
-                with suppress(OSError):  # without a free descriptor it is not watched
-                    self._local[rank] = _found(member.pid)
+                try:
+                    self._local[rank] = psutil.Process(member.pid)
+                except psutil.Error:
+                    self._local[rank] = None
+                except OSError:  # without a free descriptor it is not watched
+                    continue
         _directories.add(self)
         _install()
 
@@ -102,12 +105,6 @@ class RankDirectory:
                 f"{_NOTE} the ranks on this machine ({platform.node()}) run; see what became of "
                 f"{', '.join(others)}."
             )
-
-
-def _found(pid: int) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        return psutil.Process(pid)
-    return None
 
 
 def _has_ended(process: psutil.Process | None) -> bool:
