@@ -282,12 +282,13 @@ class GradientBacking:
             self.cache_norm(order, norm_of(self.read(), order))
         return self._norms[order][1].to(self.metadata.device, copy=True)
 
-    def overflows(self) -> bool | torch.Tensor:
-        """Whether any value is infinite or NaN; of an accelerator's values, as a tensor there.
+    def overflows(self) -> torch.Tensor:
+        """Whether any value is infinite or NaN, as a tensor on the gradient's device.
 
         The norm of order infinity, which is finite exactly when all values are, can be cached, and
         an accelerator need not be awaited for it. On the CPU it takes much longer than a look.
         """
-        if is_asynchronous(self.metadata.device):
-            return bool(self.metadata.shape.numel()) and ~self.norm(math.inf).isfinite()
-        return has_overflow(self.read())
+        device = self.metadata.device
+        if is_asynchronous(device) and self.metadata.shape.numel():
+            return ~self.norm(math.inf).isfinite()
+        return torch.tensor(has_overflow(self.read()), device=device)

@@ -292,12 +292,8 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
         gradient.backing.record(edits[key])
     if others:
         _run_on_values(op, [others, *args[1:]], options)
-    if found is not None:
-        on_device = [each for each in overflows if isinstance(each, torch.Tensor)]
-        if on_device:  # its host must not wait for it
-            found.masked_fill_(torch.stack(on_device).any(), 1.0)
-        if any(each is True for each in overflows):
-            found.fill_(1.0)
+    if found is not None and overflows:  # the host of an accelerator must not wait for it
+        found.masked_fill_(torch.stack(overflows).any(), 1.0)
     return None
 
 
