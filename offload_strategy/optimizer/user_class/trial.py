@@ -191,17 +191,17 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     if not plain or not plain[0].dtype.is_floating_point or inner_step.has_overrides(optimizer):
         return False
     empty = inner_step.copy_with_parameters(optimizer, group, [], [])
-    flat = [StandIn(empty, plain[0], [size], precision) for size in _FLAT_ELEMENTS]
-    for each in flat:
+    stand_ins = [StandIn(empty, plain[0], [size], precision) for size in _FLAT_ELEMENTS]
+    for each in stand_ins:
         cuts = pairwise((*_FLAT_CUTS, len(each.alone)))
         each.cut([ParameterSlice(each.alone, rows) for rows in cuts])
-    largest = {
-        p.dim(): StandIn(empty, p, _bounded(p.shape), precision) for p in plain if p.dim() > 1
-    }
-    for stand_in in largest.values():
-        stand_in.cut(slice_parameter(stand_in.alone, stand_in.alone.numel() // _SLICES))
+    largest = {p.dim(): p for p in plain if p.dim() > 1}
+    for model in largest.values():
+        each = StandIn(empty, model, _bounded(model.shape), precision)
+        each.cut(slice_parameter(each.alone, each.alone.numel() // _SLICES))
+        stand_ins.append(each)
     try:
-        _compare(empty, [[*flat, *largest.values()]], "fail_on_recompile")
+        _compare(empty, [stand_ins], "fail_on_recompile")
     except watch.UnfitUpdateError:
         return False
     return True
