@@ -5,8 +5,6 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from offload_strategy import OffloadEngine
-from tests.activations.test_engine_with_limit import limited
 from tests.activations.zoo import ZOO, batch, build, loss_of
 from tests.training import (
     activations_only,
@@ -150,43 +148,3 @@ def test_the_same_without_waiting_for_the_disk(kind, options, disk):
             assert left > 0
             assert (figures[f"{prefix}/kept_bytes"] > 0) == (options["budget"] == "60%")
         assert figures.get("offload/tier/host/used_bytes", 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "reentrant"), in_turn(["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"], [None, False])
-)
-def test_the_same_with_a_plan(kind, reentrant, disk):
-    """The passes before the plan offload everything, those after it keep what fits: all of it."""
-    expected = train(kind, build(kind, reentrant), steps=6)
-    with OffloadEngine(limited(disk)) as engine:
-        model = build(kind, reentrant)
-        engine.attach(model)
-        assert_same_history(train(kind, model, steps=6), expected)
-        assert engine.metrics()["offload/activations/step_left_bytes"] == 0
-
-
-def _in_bfloat16(model, data):
-    with torch.autocast("cpu", torch.bfloat16):
-        return loss_of(model, data)
-
-
-@pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "ResNet", "LSTM"])
-def test_autocast_is_the_same_and_casts_of_weights_stay(kind, disk):
-    saved, model = [], build(kind)
-    # Copies of weights are told by what they hold.
-    casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}
-    try:
-        expected = train(kind, model, steps=1, forward=noting(saved, _in_bfloat16))
-    except RuntimeError as error:  # plain PyTorch, without this package
-        if "could not create a primitive" not in str(error):
-            raise
-        pytest.skip(f"oneDNN has no bfloat16 kernel for {kind} on this processor")
-    of_weights = [storage for storage in saved if bytes(storage) in casts]
-    assert of_weights
-    others = sum(storage.nbytes() for storage in saved if storage not in of_weights)
-    model = build(kind)
-    with activations_only(disk, budget="100%") as engine:
-        engine.attach(model)
-        got = train(kind, model, steps=1, forward=_in_bfloat16, engine=engine, wait=True)
-        assert_same_history(got, expected)
-        assert 0.97 * others < moved(engine) <= others
