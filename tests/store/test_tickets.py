@@ -17,7 +17,7 @@ from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB, MiB
 from tests.store.rig import PAGE, meanwhile, noise
-from tests.support import raising, run_forked
+from tests.support import raising
 
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 IN_MEMORY, LOADING, STORED = TicketState.IN_MEMORY, TicketState.LOADING, TicketState.STORED
@@ -350,28 +350,3 @@ def test_closing_keeps_the_bytes_of_writes_that_it_gives_up_and_says_what_else_i
     rig.store.free(loading)
     del ticket, stored, kept, written, waiting
     assert rig.store.registry.live == rig.region.used_bytes == rig.host.used_bytes == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_told_that_the_store_is_its_parents(make_rig):
-    rig = make_rig(host_bytes=8 * KiB)
-    # A host buffer does not exist in the child: touching it would end the process.
-    kept = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
-    stored = rig.stored(noise(4 * KiB))
-    uses = [rig.store.get, rig.store.take, rig.store.private, rig.store.prefetch]
-
-    def child():
-        nonlocal kept, stored
-        for use in [*uses, lambda ticket: rig.put(noise(10))]:
-            for ticket in (kept, stored):
-                with pytest.raises(OffloadError, match="forked process"):
-                    use(ticket)
-        rig.store.close()
-        del kept, stored, ticket
-        gc.collect()
-
-    run_forked(child)
-    rig.at_once()
-    assert torch.equal(rig.store.get(kept), noise(8 * KiB))
-    assert torch.equal(rig.store.get(stored), noise(4 * KiB))
