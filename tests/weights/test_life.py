@@ -216,17 +216,6 @@ def test_a_graph_may_be_used_twice(model, optimizer):
     return [gradients(model)]
 
 
-def test_a_change_between_forward_and_backward_is_an_error(engine):
-    model = net()
-    engine.attach(model)
-    value = loss(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        value.backward()
-
-
 # ---------------------------------------------------------------------- failing disks
 def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(engine, monkeypatch):
     model, store = net(), engine._resources.store
