@@ -86,15 +86,6 @@ def test_the_source_distribution_carries_what_the_wheel_is_built_from(dist):
     assert {"pyproject.toml", "README.md", "LICENSE", "offload_strategy/py.typed"} <= names
 
 
-def test_every_sub_package_is_listed_in_pyproject():
-    listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    files = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("__init__.py")}
-    files |= {name for folder in MAPPED for name in sources(folder)}
-    ending = "/__init__.py"
-    names = {name.removesuffix(ending) for name in files if name.endswith(ending)}
-    assert {name.replace("/", ".") for name in names} == listed
-
-
 def test_every_module_has_a_layer():
     layers = {
         part.strip()
