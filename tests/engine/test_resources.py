@@ -88,14 +88,6 @@ def test_ssd_tiers_that_follow_each_other_are_one_with_a_queue_for_each_path(pla
         assert [*both.queues] == [*first.queues, *last.queues], "whoever uses a path"
 
 
-def test_paths_are_measured_only_where_work_is_dealt(places):
-    for count, measured in ((1, False), (2, True)):
-        with OffloadEngine(config(ssd("nvme", places[:count]))) as engine:
-            for queue in engine._resources.queues["nvme"]:
-                assert ((queue.bandwidth.round_trip() or 0) > 1e6) == measured
-            assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
-
-
 def test_a_checksum_without_its_package_says_what_to_install(places, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"checksum: sampled: .*pip install xxhash"):
