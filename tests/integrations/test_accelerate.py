@@ -48,21 +48,6 @@ def test_eager_updates_are_identical_and_clipping_is_refused_in_the_first_step()
         prepare(SSDOffloadPlugin(EAGER)).train(1, clip=1.0)
 
 
-def test_accumulation_by_hand_is_identical():
-    def train(plugin):
-        run = prepare(plugin)
-        for index, (x, y) in enumerate([*run.loader, *run.loader]):
-            loss = nn.functional.mse_loss(run.model(x), y) / 4
-            run.accelerator.backward(loss)
-            run.losses.append(loss.item())
-            if index % 4 == 3:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-        return run
-
-    with_and_without(train)
-
-
 def test_each_model_and_optimizer_is_attached_once_and_what_is_not_trained_never():
     run = prepare(SSDOffloadPlugin())
     wrapped = run.optimizer.optimizer
