@@ -180,7 +180,7 @@ def test_small_tensors_cross_the_link_together(disk):
     assert counts["async:copy HtoD"] <= 16, counts
 
 
-def counted(engine, scaled, dtype=torch.float32):
+def counted(engine, scaled, dtype):
     """Synchronising calls and registrations of host memory in the last step, by any thread."""
     model = make(32, 2).to(dtype)
     optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3, foreach=True))
@@ -199,27 +199,20 @@ def counted(engine, scaled, dtype=torch.float32):
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 @pytest.mark.parametrize(
-    ("overlap", "scaled"),
-    # An update during backward cannot be scaled after it.
-    [*product([None, "off", "commit"], [False, True]), ("eager", False)],
+    ("overlap", "scaled", "masters"),
+    [
+        *product([None, "off", "commit"], [False, True], [False]),
+        # An update during backward cannot be scaled after it.
+        *product(["eager"], [False], [False, True]),
+        ("off", False, True),
+    ],
 )
-def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled):
-    expected = counted(None, scaled)
-    section = {"enabled": False} if overlap is None else {"overlap": overlap}
+def test_a_steady_step_does_not_wait(paced_disk, overlap, scaled, masters):
+    dtype = torch.bfloat16 if masters else torch.float32
+    section = {"overlap": overlap, "master_weights": masters} if overlap else {"enabled": False}
     config = settings(paced_disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
     with OffloadEngine(config) as engine:
-        got = counted(engine, scaled)
-    ours = Counter(got) - Counter(expected)
+        got = counted(engine, scaled, dtype)
+    ours = Counter(got) - Counter(counted(None, scaled, dtype))
     # `commit` reads what its comparisons found, and the factor by which gradients were scaled.
     assert ours.total() <= (1 + scaled if overlap == "commit" else 0), ours
-
-
-@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
-@pytest.mark.parametrize("overlap", ["off", "eager"])
-def test_master_weights_do_not_make_a_steady_step_wait(paced_disk, overlap):
-    section = {"overlap": overlap, "master_weights": True}
-    config = settings(paced_disk, "1GiB", optimizer=section, memory={"pinned": "1GiB"})
-    with OffloadEngine(config) as engine:
-        got = counted(engine, False, torch.bfloat16)
-    ours = Counter(got) - Counter(counted(None, False, torch.bfloat16))
-    assert not ours
