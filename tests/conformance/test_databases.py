@@ -186,12 +186,3 @@ def test_an_optimizer_is_the_same(case, disk, caplog):
             not name.endswith(".") and value.dim() for name, value in plain[-1].items()
         )
         assert (moved(engine, "optimizer") > 0) == (has_states and not in_memory)
-
-
-def test_sparse_adam_refuses_dense_gradients_as_it_does_without(disk):
-    parameter = torch.ones(3, requires_grad=True)
-    with OffloadEngine(settings(disk)) as engine:
-        optimizer = engine.attach(None, torch.optim.SparseAdam([parameter]))
-        parameter.sum().backward()
-        with pytest.raises(RuntimeError, match="does not support dense gradients"):
-            optimizer.step()
