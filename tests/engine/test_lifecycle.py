@@ -24,7 +24,7 @@ from offload_strategy.host_memory import buffers
 from offload_strategy.io.backends import posix
 from tests.distributed.ranks import run_ranks
 from tests.engine.test_engine import model, train, trained
-from tests.integrations.support import python, succeeded
+from tests.support import run_python
 from tests.training import (
     activations_only,
     assert_same_bits,
@@ -43,13 +43,11 @@ import torch
 from torch import nn
 torch.set_num_threads(1)
 from offload_strategy import OffloadEngine
+from tests.training import settings
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-engine = OffloadEngine({
-    "tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1], "capacity": "64MiB"}],
-    "activations": {"min_size": 1}, "optimizer": {"subgroup_size": 5000},
-    "io": {"threads": 2, "block_size": "4KiB"},
-})
+sections = {"optimizer": {"subgroup_size": 5000}, "io": {"block_size": "4KiB"}}
+engine = OffloadEngine(settings(sys.argv[1], **sections))
 optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), fused=True))
 def step():
     optimizer.zero_grad()
@@ -71,7 +69,8 @@ def test_an_optimizer_that_lost_its_states_with_the_engine_goes_on_when_they_are
         for again in (False, True):
             with OffloadEngine(settings(disk)) as engine:
                 if offload and again:
-                    for refused in (inner.step, partial(engine.attach, None, inner)):
+                    attach = partial(engine.attach, None, inner)
+                    for refused in (inner.step, inner.state_dict, attach):
                         with pytest.raises(OffloadError, match="went with the earlier engine"):
                             refused()
                     inner.load_state_dict(saved)
@@ -270,8 +269,6 @@ for module, names in (
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-import torch
-from torch import nn
 import offload_strategy
 failed = []
 for module in pkgutil.walk_packages(offload_strategy.__path__, "offload_strategy."):
@@ -283,35 +280,23 @@ for module in pkgutil.walk_packages(offload_strategy.__path__, "offload_strategy
         if not isinstance(error, ImportError) or "offload_strategy" in str(error):
             failed.append((module.name, repr(error)))
 assert not failed, failed
-from offload_strategy import ConfigError, OffloadEngine
+from tests.engine.test_engine import model, train
+from tests.training import attached, same_with_and_without, settings, weights
 def run(engine):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(32, 64)).pow(2).sum().backward()
-        optimizer.step()
-    return model.state_dict()
-with OffloadEngine({
-    "tiers": [{"name": "host", "kind": "dram", "capacity": "64MiB"}],
-    "activations": {"min_size": 1},
-    "mode": "always",
-}) as engine:
-    got, expected = run(engine), run(None)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert engine.metrics()["offload/tier/host/used_bytes"] > 0
+    net = model()
+    train(net, attached(engine, net, torch.optim.AdamW(net.parameters())))
+    return [weights(net)]
+figures = same_with_and_without(run, settings(None, "64MiB"))
+assert figures["offload/tier/host/used_bytes"] > 0
 try:
-    OffloadEngine({"tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1]}]})
-except ConfigError as error:
+    offload_strategy.OffloadEngine(settings(sys.argv[1]))
+except offload_strategy.ConfigError as error:
     print(error)
 """
 
 
 def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk):
-    out = succeeded(python("-c", POORER + IMPORT_ALL, str(disk), home=disk))
+    out = run_python("-c", POORER + IMPORT_ALL, disk)
     assert "does not offer. Use a tier of kind dram" in out
 
 
