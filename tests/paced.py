@@ -30,9 +30,6 @@ class PacedBackend(PosixBackend):
         self._free_at = {False: 0.0, True: 0.0}
         self._pace = threading.Lock()
 
-    def set_rates(self, *, read: float | None, write: float | None) -> None:
-        self._rates = {False: read, True: write}
-
     def move(self, request: BlockRequest) -> None:
         super().move(request)
         self._spend(request.write, request.nbytes)

@@ -26,15 +26,15 @@ ONCE, ACCUMULATED, FORWARDS_FIRST = (1, False), (3, False), (3, True)
 ALL, BOTH = (ONCE, ACCUMULATED, FORWARDS_FIRST), (ONCE, FORWARDS_FIRST)
 
 
-def train(kind, model, schedule=ONCE, *, engine=None, wait=False, steps=3, forward=loss_of):
-    """Losses and gradients of each step with AdamW, and the weights after them.
+def train(kind, model, schedule, *, engine=None, wait=False, forward=loss_of):
+    """Losses and gradients of three steps with AdamW, and the weights after them.
 
     With an engine the model is attached; `wait`: everything is on the disk before a backward pass.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     count, forwards_first = schedule
     history = []
-    for step in range(steps):
+    for step in range(3):
         numbers, waiting = {}, []
         for index in range(count):
             if engine is not None:
@@ -60,13 +60,13 @@ def train(kind, model, schedule=ONCE, *, engine=None, wait=False, steps=3, forwa
     return history
 
 
-def noting(saved, forward=loss_of):
+def noting(saved):
     """A forward pass that adds to a list what autograd saves, but for weights."""
 
     def noted(model, data):
         losses = []
         weights_of = [*model.parameters(), *model.buffers()]
-        saved.extend(saved_storages(lambda: losses.append(forward(model, data)), weights_of))
+        saved.extend(saved_storages(lambda: losses.append(loss_of(model, data)), weights_of))
         return losses.pop()
 
     return noted
