@@ -108,22 +108,6 @@ def test_states_of_parameters_that_share_memory_stay_in_memory(disk, caplog):
 
 
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-def test_states_that_were_permuted_are_written_back(overlap, disk):
-    def run(engine):
-        model = make_layers(2, 8)
-        optimizer = attached(engine, model, AdamW(model.parameters()))
-
-        def permute():
-            state = optimizer.state[model[0].weight]
-            state["exp_avg"].copy_(state["exp_avg"].flip(0))
-            state["exp_avg_sq"] = state["exp_avg_sq"].roll(1, 0)
-
-        return _trained(model, optimizer, after=permute)
-
-    same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
-
-
-@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 def test_a_parameter_that_replaced_another_is_in_the_state_dict(overlap, disk):
     model = make_layers(2, 8)
     with OffloadEngine(settings(disk, optimizer={"overlap": overlap})) as engine:

@@ -114,6 +114,12 @@ def _set_item(states, parameter):
     states[parameter]["exp_avg"] = torch.ones(8, 6)
 
 
+def _permute(states, parameter):
+    state = states[parameter]
+    state["exp_avg"].copy_(state["exp_avg"].flip(0))
+    state["exp_avg_sq"] = state["exp_avg_sq"].roll(1, 0)
+
+
 def _keep_a_view(states, parameter):
     row = states[parameter]["exp_avg_sq"][0]
     row.mul_(3)
@@ -126,6 +132,7 @@ STATE_CHANGES = {
     "by numpy": lambda states, parameter: states[parameter]["exp_avg"].numpy().fill(0.25),
     "the counter": lambda states, parameter: states[parameter]["step"].add_(7),
     "an item": _set_item,
+    "permuted": _permute,
     "a view": _keep_a_view,
     "all": lambda states, parameter: [state["exp_avg"].zero_() for state in states.values()],
     "taken out": lambda states, parameter: states.pop(parameter, None),
