@@ -175,7 +175,7 @@ def test_leaks_of_memory_and_files_are_reported_and_nothing_else(tmp_path):
 def test_a_soak_of_seconds_reports_runs_that_end_as_plain_ones(tmp_path, disk):
     pytest.importorskip("transformers")
     file = tmp_path / "found" / "soak.json"
-    options = f"--hours 0.005 --seed 3 --json {file} --directory {disk}".split()
+    options = f"--hours 0.002 --seed 3 --json {file} --directory {disk}".split()
     run_python("-m", "benchmarks.soak", *options, timeout=600)
     found = json.loads(file.read_text())
     assert found["finished"] is True

@@ -157,12 +157,12 @@ def sections(disk, **given):
     return {"tiers": tiers, "memory": LIMIT, **given}
 
 
-#: What the process has in memory before, in MiB, and the batch: what leaves then.
+#: What the process has in memory before, in MiB, the batch, and steps: what leaves then.
 CASES = {
-    "everything stays": (32, 16, set()),
-    "activations leave": (232, 4096, {"activations"}),
-    "optimizer states leave": (332, 16, {"optimizer"}),
-    "weights are streamed": (420, 16, {"optimizer", "parameters"}),
+    "everything stays": (32, 16, 2, set()),
+    "activations leave": (232, 4096, 1, {"activations"}),
+    "optimizer states leave": (332, 16, 2, {"optimizer"}),
+    "weights are streamed": (420, 16, 2, {"optimizer", "parameters"}),
 }
 
 
@@ -179,10 +179,10 @@ def test_an_engine_streams_nothing_for_a_model_that_it_has_refused(disk, monkeyp
         assert engine.effective_config().parameters.enabled is False
 
 
-@pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
-def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, leave):
+@pytest.mark.parametrize(("before", "batch", "steps", "leave"), CASES.values(), ids=CASES)
+def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, steps, leave):
     plain, model = network(), network()
-    train_network(plain, torch.optim.AdamW(plain.parameters()), batch)
+    train_network(plain, torch.optim.AdamW(plain.parameters()), batch, steps)
     own = torch.optim.AdamW(model.parameters())
     in_use(monkeypatch, before)
     with OffloadEngine(sections(disk)) as engine:
@@ -196,7 +196,7 @@ def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, lea
         assert OffloadConfig(**yaml.safe_load(chosen.to_yaml())) == chosen
     with OffloadEngine(chosen) as engine:  # from the beginning, with what was chosen
         model, optimizer = attached_network(engine)
-        train_network(model, optimizer, batch)
+        train_network(model, optimizer, batch, steps)
         assert {client for client in CLIENTS if moves(engine, client)} == leave
         assert_same_bits(weights(model), weights(plain))
 
