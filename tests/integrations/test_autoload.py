@@ -44,7 +44,6 @@ trainer = pl.Trainer(strategy=SSDOffloadStrategy(), logger=False)
 for callback in (OffloadMonitor(), MicroBatchHints()):
     assert callback in pl.Trainer(callbacks=callback, logger=False).callbacks
 print("lightning.pytorch" in sys.modules)
-from transformers import Trainer
 print(registered())
 """
 

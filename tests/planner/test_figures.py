@@ -57,16 +57,6 @@ def test_megatrons_runs_take_as_many_days_and_stay_within_ssdtrains_bounds(case)
         assert seconds > 2 * SECONDS_PER_YEAR
 
 
-def test_drives_last_as_long_as_their_rating_by_what_is_written():
-    # 600 TBW, 100 GB in a step of 10 s: 6,000 steps.
-    assert hardware.lifespan_seconds(600e12, 10, 100e9) == pytest.approx(60_000)
-    assert hardware.lifespan_seconds(600e12, 10, 0) == math.inf
-    # Without what SSDTrain assumes of wear, its drives would last weeks.
-    run = papers.MEGATRON_RUNS[0]
-    rated = hardware.lifespan_seconds(papers.FOUR_980, run.step_seconds, run.activation_bytes())
-    assert rated / 86400 < 14
-
-
 # ------------------------------------------------------------------ what autograd saves
 def test_a_layer_saves_megatrons_34_bytes_less_what_is_said():
     # s b h (10 + 24/t) with masks (Korthikanti et al., equation 2, without scores of attention).

@@ -190,17 +190,6 @@ def test_batches_and_sequences_are_those_of_the_space():
 
 
 # ------------------------------------------------------------------ bytes and seconds, by hand
-def test_the_bytes_of_commit_by_hand():
-    run = dataclasses.replace(request(memory=4 * 1024 * GiB), drives=drives(1e9))
-    p = run.shape.parameters
-    commit = placed(run, 16, 1, 1024, 40, True, True)
-    # Old and new states; gradients and new weights; weights.
-    for kind, each in (("weights", 2), ("waiting", 4), ("states", 24)):
-        assert commit.split(kind).total_bytes == each * p
-    assert commit.gradient_bytes == 2 * p
-    assert commit.pinned_bytes >= 4 * p
-    eager = placed(run, 16, 1, 1024, 40, True, True, "eager")
-    assert (eager.split("states").total_bytes, eager.split("waiting").total_bytes) == (12 * p, 0)
 
 
 def test_micro_batches_add_up_gradients_and_only_compute_if_nothing_moves():
