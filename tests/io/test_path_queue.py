@@ -32,29 +32,6 @@ def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(queue, man
     assert order(manual) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
 
 
-def test_priority_may_be_raised_between_two_blocks_of_a_move(queue, manual):
-    slow = submit(queue, 0, 4, write=False)
-    submit(queue, 10, 2, Priority.PREFETCH)
-    assert manual.complete().offset == 0
-    slow.raise_priority()
-    assert order(manual) == [10, 1, 2, 3, 11]
-    slow.raise_priority()  # it is over
-    assert not manual.waiting
-    submit(queue, 1)
-    assert order(manual) == [1]
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain, depth):
-    backend = ManualBackend(depth=depth)
-    queue = PathQueue(plain, backend, Recorder())
-    for index in range(4):
-        submit(queue, 4 * index, 4)
-    while backend.waiting:
-        assert len(backend.waiting) <= depth
-        backend.complete(at=len(backend.waiting) - 1)  # in any order
-
-
 # ---------------------------------------------------------------------- adjacent moves
 class AdjacentBackend(ManualBackend):
     """Takes adjacent requests, and records which came together."""

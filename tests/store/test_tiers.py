@@ -89,22 +89,6 @@ def test_one_capacity_over_several_paths(pair):
     assert quota.used_bytes == 0
 
 
-def test_a_path_that_fails_takes_nothing_of_the_others_along(pair, monkeypatch):
-    payload = noise(24 * UNIT)
-    with monkeypatch.context() as patch:
-        patch.setattr(pair.regions[1], "allocate", raising(StorageError("cannot grow")))
-        with pytest.raises(StorageError, match="cannot grow"):
-            pair.put(payload)
-    assert pair.disk.used_bytes == pair.store.registry.live == 0
-    ticket = pair.put(payload)
-    pair.backends[1].complete(error=OSError(5, "Input/output error"))
-    pair.complete()
-    assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
-    with pytest.raises(StorageError, match=r"'nvme'.*could not write 1.5 MiB of activations"):
-        pair.put(noise(16))
-    assert pair.disk.used_bytes == 0
-
-
 rates = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=6)
 
 
