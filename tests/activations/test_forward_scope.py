@@ -43,15 +43,6 @@ def test_activations_leave_in_eval_mode_if_gradients_are_recorded(engine):
     compare(engine, model, lambda: model(noise(4, 8)).sum())
 
 
-def test_gradients_are_the_same_through_a_module_that_calls_itself(engine):
-    def function(w, x, depth=3):
-        x = torch.tanh(x @ w)
-        return x if depth == 0 else model(x, depth - 1) * x
-
-    model, x = Calls(function), noise(3, 8).requires_grad_()
-    compare(engine, model, lambda: (model(x).pow(2).sum(), x))
-
-
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no gradients"])
 def test_nothing_leaves_when_nothing_is_trained(engine, how):
     model, x = network(), noise(4, 8)
