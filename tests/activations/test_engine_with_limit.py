@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime import lifetime_plan as plans
@@ -81,20 +81,6 @@ def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path):
         pytest.raises(ConfigError, match=r"planning\.device_memory is 10 MiB"),
     ):
         train(model, (8,), engine)
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"activations": {"enabled": False}}, "needs activations.enabled: true"),
-        ({"activations": {"budget": "50%"}}, "leave out activations.budget"),
-        ({"activations": {"prefetch": "1GiB"}}, "leave out activations.prefetch"),
-        ({"planning": {"plan": "plan.json"}}, r"planning\.plan needs planning\.device_memory"),
-    ],
-)
-def test_settings_that_contradict_a_limit_are_refused(sections, said):
-    with pytest.raises(ConfigError, match=said):
-        OffloadConfig(**{"planning": {"device_memory": "1GiB"}, **sections})
 
 
 def test_the_meter_sees_what_was_and_forgets_it(tmp_path, monkeypatch):

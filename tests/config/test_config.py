@@ -36,6 +36,7 @@ def tier(**options):
     return {"tiers": [{"name": "a", **options}]}
 
 
+LIMIT = {"planning": {"device_memory": "1GiB"}}
 DRAM = {"kind": "dram", "capacity": 1}
 DEVICE_AND_DRAM = {"tiers": [{"name": "a", "kind": "device", "capacity": 1}, {"name": "b", **DRAM}]}
 
@@ -224,6 +225,11 @@ def test_files_that_hold_no_config(content, words, tmp_path):
         ({"io": {"backend": "deepnvme", "encryption": True}}, "io", "needs backend: posix"),
         ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
         ({"parameters": {"blocks_in_flight": 0}}, "parameters.blocks_in_flight", "equal to 1"),
+        # What contradicts a limit of memory.
+        ({**LIMIT, "activations": {"enabled": False}}, "config", "needs activations.enabled: true"),
+        ({**LIMIT, "activations": {"budget": "50%"}}, "config", "leave out activations.budget"),
+        ({**LIMIT, "activations": {"prefetch": 1}}, "config", "leave out activations.prefetch"),
+        ({"planning": {"plan": "a.json"}}, "config", "plan needs planning.device_memory"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, where, words):

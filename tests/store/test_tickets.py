@@ -263,19 +263,6 @@ def test_borrowing_waits_for_writes_to_give_memory_back(make_rig):
     assert ticket.state is STORED
 
 
-def test_beyond_the_budget_nothing_is_prefetched_but_what_is_needed_is_borrowed_and_read(make_rig):
-    rig = make_rig(budget=8 * KiB)
-    ticket = rig.stored(noise(4 * KiB))
-    borrowed = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(3)]
-    assert rig.pool.usage().held_bytes == 12 * KiB
-    assert not rig.store.prefetch(ticket)
-    assert ticket.state is STORED
-    rig.at_once()
-    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
-    assert rig.pool.usage().held_bytes == 16 * KiB
-    del borrowed
-
-
 # ---------------------------------------------------------------------- freeing
 @pytest.mark.parametrize("how", ["free", "drop"])
 @pytest.mark.parametrize("where", ["host", "queued", "stored", "loaded", "failed"])
