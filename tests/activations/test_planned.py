@@ -1,4 +1,4 @@
-"""A limit of memory and the plan that keeps to it, in a simulated training."""
+"""A limit of memory and the plan that keeps to it, in a simulated training; what moving costs."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ import torch
 
 from offload_strategy.activations import planned_budget
 from offload_strategy.activations.forward_records import Trace
-from offload_strategy.activations.pass_profile import PassProfiler
+from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.plan_runtime import lifetime_plan as plans
 from offload_strategy.units import MiB
@@ -362,3 +362,34 @@ def test_a_plan_from_a_file_holds_from_the_first_pass_as_far_as_limit_and_sizes_
     # Items of other sizes go by the plan that is found.
     items = [plans.PlannedItem(number, ITEM + 1, "leaves") for number in range(LAYERS + 1)]
     assert all(Training(2000 * MiB, passes=3, file=items).step())
+
+
+# ---------------------------------------------------------------- what moving a byte costs
+SAVED = 1000 * MiB
+SLOPE = pytest.approx(1.0 / (2 * SAVED), rel=0.1)
+
+
+def overhead(*passes, held=0.0, kind=7):
+    """Seconds per byte, of passes of bytes and seconds; `kind` and `held` are of the last one."""
+    io_overhead = IoOverhead()
+    for left, seconds in [(0, 99.0), *passes]:  # the first warms up
+        trace = Trace(saved_bytes=SAVED, left_bytes=left, prefixes=[7])
+        if (left, seconds) == passes[-1]:
+            trace.held, trace.prefixes = held, [kind]
+        trace.uses = [(0, trace.started_at + seconds + trace.held, 0.0)]
+        io_overhead.observe(trace)
+    return io_overhead.per_byte
+
+
+def test_overhead_is_the_slope_of_computing_over_what_is_moved():
+    assert overhead((SAVED, 3.0), (SAVED, 3.0), (0, 2.0)) == SLOPE
+    assert overhead((0, 2.0)) == 0
+    # Passes that move nearly the same, of another kind, and waits do not count.
+    assert overhead((SAVED, 3.0), (SAVED, 3.1), (int(0.9 * SAVED), 2.0)) == 0
+    assert overhead((SAVED, 3.0), (0, 1.0), kind=8) == 0
+    assert overhead((0, 2.0), (SAVED, 2.0), held=5.0) == pytest.approx(0.0)
+    # A disturbance is bounded, and one slow pass of many does not decide.
+    assert overhead((SAVED, 1000.0), (0, 2.0)) == 3e-9
+    assert overhead((SAVED, 1.0), (0, 2.0)) == 0
+    noisy = [(SAVED, 3.01), (SAVED, 2.99), (SAVED, 9.0), (SAVED, 3.0), (0, 2.0), (0, 2.01)]
+    assert overhead(*noisy) == SLOPE
