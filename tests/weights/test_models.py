@@ -33,25 +33,6 @@ def test_models_of_the_zoo(model, optimizer, kind, overlap):
     return train(model, optimizer, 4, loss_of=zoo_loss(kind), **look)
 
 
-@pytest.mark.parametrize("overlap", ["commit", "eager"])
-@compared(lambda: build("Llama"), fused)
-def test_most_weights_are_away_between_steps_also_with_accumulation(model, optimizer, engine):
-    history = []
-    for number in range(12):
-        last = number % 3 == 2
-        if engine is not None:
-            engine.microbatch(number % 3, last=last)
-        value = zoo_loss("Llama")(model, number)
-        value.backward()
-        history.append({"loss": value.detach().clone()})
-        del value
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-            assert engine is None or nearly_all_left(model)
-    return history
-
-
 @compared(lambda: build("ResNet"))
 def test_channels_last(model, optimizer):
     history = train(model, optimizer, 2, loss_of=zoo_loss("ResNet"))
