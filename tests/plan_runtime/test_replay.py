@@ -131,19 +131,6 @@ def test_what_leaves_moves_its_bytes_once_in_each_direction(leaving):
     assert (nowhere["step"], nowhere["written in a step"]) == (pytest.approx(15.0), 0)
 
 
-def test_a_path_that_is_too_slow_is_waited_for():
-    parts = predicted(stack(10, path=30.0), range(10))
-    assert parts["waiting for reads"] > 0
-    waits = parts["waiting for reads"] + parts["waiting for room"] + parts["waiting for updates"]
-    assert parts["step"] == pytest.approx(parts["computing"] + parts["updates"] + waits)
-
-
-def test_a_limit_of_memory_has_a_plan_of_its_own():
-    found = predicted(stack(20, path=120.0), limit=800)
-    assert found["peak of memory"] <= 800
-    assert found["written in a step"] == found["read in a step"] > 0
-
-
 @pytest.mark.parametrize("path", [10.0, 1000.0])  # of the first, updates wait for bytes as well
 def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them(path):
     update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=300)
