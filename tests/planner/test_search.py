@@ -202,20 +202,6 @@ def test_micro_batches_add_up_gradients_and_only_compute_if_nothing_moves():
     assert step.limited_seconds.keys() == {"computation"}
 
 
-@pytest.mark.parametrize(("memory", "tier"), [(256, "host memory"), (6, "drives")])
-def test_the_tier_of_states_decides_what_crosses_the_link_and_what_is_written(memory, tier):
-    # 7 billion parameters on a GPU of 80 GB: with all states on the device they do not fit.
-    run = request("mistral-7b", "h100", "4xP5510", memory * GiB)
-    assert not placed(run, 1, 1, 2048, 32).fits[0].ok
-    states = 12 * run.shape.parameters
-    assert placed(run, 1, 1, 2048, 32, True, False, "eager").fits[0].ok
-    step, off = (timed(run, 1, 1, 2048, 32, True, False, o) for o in ("eager", "off"))
-    assert off.seconds > step.seconds  # an update after backward costs its own time
-    for to, off in (("to_device", "from_device"), ("read", "written")):
-        expected = 0 if tier == "host memory" and to == "read" else states
-        assert step.moved_bytes(to) == step.moved_bytes(off) == pytest.approx(expected, rel=0.05)
-
-
 def test_new_weights_come_from_where_they_waited():
     order = ("states", "waiting", "activations", "weights")
     little, much = (small_machine(host=host * GiB) for host in (4, 64))
