@@ -87,31 +87,6 @@ def test_a_sample_has_a_line_of_every_page_and_other_lines_in_every_write(lead, 
     assert len(lines) >= 5
 
 
-@pytest.mark.parametrize("checksum", ["full", "sampled"])
-@pytest.mark.parametrize("is_borrowed", [True, False])
-def test_only_memory_that_is_not_the_pools_may_change_while_it_is_written(
-    make_rig, checksum, is_borrowed
-):
-    rig = make_rig(checksum=checksum)
-    payload = rig.store.borrow("optimizer", NBYTES) if is_borrowed else noise(NBYTES)
-    ticket = rig.put(payload.fill_(1))
-    written = rig.backend.waiting[0]
-    written.before()
-    payload.fill_(2)
-    assert (written.after is None) == is_borrowed
-    if written.after is not None:
-        written.after()
-    written.before = written.after = None
-    rig.complete()
-    del payload
-    rig.at_once()
-    if is_borrowed:
-        with pytest.raises(CorruptDataError):
-            rig.store.get(ticket)
-    else:
-        assert rig.store.get(ticket).eq(2).all()
-
-
 # ---------------------------------------------------------------------- encryption
 needs_cryptography = pytest.mark.skipif(
     not find_spec("cryptography"), reason="the extra 'encryption' is not installed"
