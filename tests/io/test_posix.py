@@ -145,17 +145,6 @@ def occupy(pool):
 
 
 # ---------------------------------------------------------------------- threads start and end
-def test_no_more_threads_start_than_asked_for():
-    pool = ThreadPool("ssd-offload-test", 3)
-    gates = [occupy(pool) for _ in range(3)]
-    ran = threading.Event()
-    pool.submit(ran.set)
-    assert len(our_threads()) == 3
-    assert not ran.is_set()
-    for gate in gates:
-        gate.set()
-    pool.close()
-    assert ran.is_set()
 
 
 def test_threads_end_when_there_is_no_work(pool, monkeypatch):
