@@ -15,6 +15,7 @@ step. A slab stays registered until the budget needs its memory for something el
 from __future__ import annotations
 
 import contextlib
+import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -70,7 +71,8 @@ def create_arena(budget: int) -> Arena | None:
     with contextlib.suppress(OSError):
         if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
             addresses = 1  # the system counts mere addresses, too
-    if sys.platform == "linux":  # where memory can be given back at once
+    # Where memory can be given back at once.
+    if sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED"):
         with contextlib.suppress(OffloadError, OverflowError, ValueError):
             return Arena(addresses * round_up(budget, BLOCK_BYTES))
     return None
