@@ -19,7 +19,7 @@ import torch
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.user_class import inner_step
-from offload_strategy.optimizer.user_class.watch import Watch
+from offload_strategy.optimizer.user_class.side_effects import Watch
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),

@@ -24,7 +24,7 @@ from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.torch_support.accelerator import is_capturing_graph
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 from offload_strategy.torch_support.modules import calls_of
 
 _COMPILED_AROUND_HOOKS = (

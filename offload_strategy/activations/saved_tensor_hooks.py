@@ -37,7 +37,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 
 #: A view of less than this share of its base is offloaded alone; otherwise the base is.
 _WHOLE_BASE_SHARE = 0.5

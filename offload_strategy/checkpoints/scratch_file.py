@@ -2,7 +2,7 @@
 
 A state dict must consist of ordinary tensors, but all of them together may not fit in memory. Each
 one is therefore written to a scratch file as soon as its values are known, and becomes a tensor
-over a memory map of the file; see [Note: tensors over private maps] in private_maps.py.
+over a memory map of the file; see [Note: tensors over private maps] in copy_on_write_maps.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 
-from offload_strategy.checkpoints.private_maps import SMALL_BYTES, private_map
+from offload_strategy.checkpoints.copy_on_write_maps import SMALL_BYTES, private_map
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError, OffloadError, StorageError, TierFullError
 from offload_strategy.host_memory.buffers import HostBuffer

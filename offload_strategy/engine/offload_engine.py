@@ -38,7 +38,7 @@ from offload_strategy.plan_runtime.lifetime_plan import load_plan
 from offload_strategy.plan_runtime.profile import check_writable
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics
-from offload_strategy.torch_support.interrupts import clear_last_traceback
+from offload_strategy.torch_support.keyboard_interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry

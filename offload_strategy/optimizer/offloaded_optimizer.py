@@ -39,7 +39,7 @@ from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
-from offload_strategy.torch_support.interrupts import keeps_grad_mode
+from offload_strategy.torch_support.keyboard_interrupts import keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
 
 logger = get_logger(__name__)

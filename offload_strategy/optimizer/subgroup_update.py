@@ -40,7 +40,7 @@ from offload_strategy.optimizer.states.subgroups import (
 )
 from offload_strategy.optimizer.updated_weights import UpdatedWeights, WeightResidency
 from offload_strategy.optimizer.user_class import inner_step, trial
-from offload_strategy.optimizer.user_class.watch import UnfitUpdateError, switches
+from offload_strategy.optimizer.user_class.side_effects import UnfitUpdateError, switches
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord

@@ -18,7 +18,7 @@ from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import StorePart
 from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.accelerator import current_stream
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
 #: Bytes that are copied to a device together: backward waits for all of them.

@@ -21,7 +21,7 @@ from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
 from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Recorder
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
 _CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
 #: Another write may end before the one that is waited for.

@@ -35,7 +35,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.store.shared_tickets import SharedFiles, SharedTicket
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
-from offload_strategy.torch_support.interrupts import (
+from offload_strategy.torch_support.keyboard_interrupts import (
     UninterruptedSection,
     default_modes,
     keeps_grad_mode,

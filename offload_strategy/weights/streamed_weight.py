@@ -13,7 +13,7 @@ from torch import nn
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
-from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
+from offload_strategy.torch_support.keyboard_interrupts import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.torch_support.saved_tensors import changed, nothing
 from offload_strategy.weights.guarded_parameter import (

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
-from offload_strategy.checkpoints import private_maps as maps
+from offload_strategy.checkpoints import copy_on_write_maps as maps
 from offload_strategy.checkpoints import streaming_files as files
 from offload_strategy.checkpoints.scratch_file import ScratchFile
 from offload_strategy.units import PAGE_BYTES, MiB

@@ -234,7 +234,7 @@ def test_checkpoints_are_streamed_in_accelerates_own_files_and_resume_with_and_w
     tmp_path, streamed, monkeypatch
 ):
     # A tiny model's tensors stay in the file as those of a large one do.
-    monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
+    monkeypatch.setattr(offload_strategy.checkpoints.copy_on_write_maps, "SMALL_BYTES", 64)
     threads = set(threading.enumerate())
     folders = {False: tmp_path / "plain", True: tmp_path / "ours"}
     begun = {}

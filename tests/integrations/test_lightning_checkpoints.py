@@ -16,7 +16,7 @@ from tests.integrations.lightning_runs import assert_same, fit, make_trainer, st
 @pytest.fixture(autouse=True)
 def _nearly_everything_is_large(monkeypatch):
     """A tiny model's tensors stay in the file as those of a large one do."""
-    monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
+    monkeypatch.setattr(offload_strategy.checkpoints.copy_on_write_maps, "SMALL_BYTES", 64)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 
 #: Seconds that pass at each change of threads.
 _TICK_SECONDS = 0.00005

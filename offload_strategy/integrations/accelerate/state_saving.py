@@ -69,7 +69,7 @@ def _save(original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: 
 
 def _load(original: Callable[..., Any], f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     if _is_an_optimizers(f):
-        from offload_strategy.checkpoints.private_maps import small_in_memory
+        from offload_strategy.checkpoints.copy_on_write_maps import small_in_memory
 
         map_location = small_in_memory(map_location)
         kwargs.setdefault("mmap", True)

@@ -15,7 +15,7 @@ from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
 from offload_strategy.io.regions.region import Extent
 from offload_strategy.telemetry import Direction
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 
 #: Who waits for a small move polls so long first: to sleep and be woken costs as much as a read.
 _POLL_SECONDS = 0.0004

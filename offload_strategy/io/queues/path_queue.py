@@ -22,7 +22,7 @@ from offload_strategy.io.queues.request_queue import (
 )
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.telemetry import Direction, MoveRecord, Recorder
-from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.keyboard_interrupts import UninterruptedSection
 from offload_strategy.units import PAGE_BYTES, MiB
 
 #: A move of no more than this is small: whoever waits for it polls before falling asleep.

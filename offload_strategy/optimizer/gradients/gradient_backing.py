@@ -30,7 +30,7 @@ from offload_strategy.optimizer.states.subgroups import lay_out
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.interrupts import default_modes
+from offload_strategy.torch_support.keyboard_interrupts import default_modes
 
 
 class TensorMetadata(NamedTuple):

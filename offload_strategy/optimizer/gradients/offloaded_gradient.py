@@ -39,7 +39,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     recordable,
 )
 from offload_strategy.torch_support.dtensors import local_tensor
-from offload_strategy.torch_support.interrupts import default_modes
+from offload_strategy.torch_support.keyboard_interrupts import default_modes
 
 aten = torch.ops.aten
 #: Namespaces of operators that declare every argument that they change.

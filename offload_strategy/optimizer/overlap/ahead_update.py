@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.gradients.recorded_edits import INTEGERS
 from offload_strategy.optimizer.states.subgroups import Segment, StateSet, Subgroup, packable
-from offload_strategy.optimizer.user_class.watch import plain_values, same_parts
+from offload_strategy.optimizer.user_class.side_effects import plain_values, same_parts
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import Autocast
 

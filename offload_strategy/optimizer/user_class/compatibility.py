@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
-from offload_strategy.optimizer.user_class import inner_step, trial, watch
+from offload_strategy.optimizer.user_class import inner_step, side_effects, trial
+from offload_strategy.optimizer.user_class.side_effects import UnfitUpdateError
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 
@@ -42,7 +43,7 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
     What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
     """
     own, names = (
-        {name for each in watch.classes_of(c) for name in vars(each)} for c in (base, kind)
+        {name for each in side_effects.classes_of(c) for name in vars(each)} for c in (base, kind)
     )
     space = {name: of_inner(name) for name in names - own if not name.startswith("__")}
     space["__new__"] = lambda cls, *_, **__: object.__new__(cls)
@@ -92,11 +93,11 @@ def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOpti
         for group in optimizer.param_groups:
             sharded = any(map(is_sharded, group["params"]))
             if sharded and not trial.is_elementwise(optimizer, group, precision):
-                raise watch.UnfitUpdateError(
+                raise UnfitUpdateError(
                     "does not update every element by itself, and there are sharded parameters, "
                     "of which each rank updates its part"
                 )
-    except watch.UnfitUpdateError as reason:
+    except UnfitUpdateError as reason:
         # A trial that has left traces must not be followed by training.
         raise (ConfigError if reason.leaves_traces else UnsupportedOptimizerError)(
             f"attach: the states of {kind.__module__}.{kind.__qualname__} cannot be offloaded: it "
@@ -141,41 +142,39 @@ def _state_bytes(
 def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Raise `UnfitUpdateError` for what can be told without a trial."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise watch.UnfitUpdateError(
+        raise UnfitUpdateError(
             "was made with differentiable=True, which needs the history of all states in memory"
         )
     if inner_step.has_overrides(optimizer) and not all(map(torch.Tensor.is_contiguous, parameters)):
-        raise watch.UnfitUpdateError(
+        raise UnfitUpdateError(
             "moves parameters that are not contiguous to other memory; make them contiguous first"
         )
     for layout in {parameter.layout for parameter in parameters} - {torch.strided}:
-        raise watch.UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
+        raise UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
     plain = [each for each in parameters if type(each) in (torch.Tensor, nn.Parameter)]
     spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in plain)
     if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-        raise watch.UnfitUpdateError(
+        raise UnfitUpdateError(
             "has parameters that share memory, where one update would undo another; tie weights "
             "by one nn.Parameter for both"
         )
     own_step = vars(optimizer).get("step")  # torch's schedulers put one there that counts
     replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
     if replaced or not inspect.isfunction(type(optimizer).step):
-        raise watch.UnfitUpdateError(
-            "has a step() that was replaced, which would run once a subgroup"
-        )
+        raise UnfitUpdateError("has a step() that was replaced, which would run once a subgroup")
     closure = inspect.signature(inner_step.unhooked_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise watch.UnfitUpdateError("needs a closure, which it may call several times in a step")
+        raise UnfitUpdateError("needs a closure, which it may call several times in a step")
     own = set(map(id, parameters))
-    for (_, name), value in watch.shared_values(optimizer):
-        for part in watch.parts(value):
+    for (_, name), value in side_effects.shared_values(optimizer):
+        for part in side_effects.parts(value):
             if isinstance(part, Optimizer):
-                raise watch.UnfitUpdateError(
+                raise UnfitUpdateError(
                     f"wraps another optimizer ({name}); attach that one before it is wrapped"
                 )
             held = part.parameters() if isinstance(part, nn.Module) else (part,)
             if not own.isdisjoint(map(id, held)):
-                raise watch.UnfitUpdateError(
+                raise UnfitUpdateError(
                     f"keeps parameters outside of its groups as well ({name}), so that the update "
                     f"of one may read others"
                 )

@@ -35,7 +35,11 @@ from offload_strategy.optimizer.states.subgroups import (
     packable,
     rebuild_wrappers,
 )
-from offload_strategy.optimizer.user_class.watch import RandomOperations, UnfitUpdateError, Watch
+from offload_strategy.optimizer.user_class.side_effects import (
+    RandomOperations,
+    UnfitUpdateError,
+    Watch,
+)
 from offload_strategy.torch_support.accelerator import is_asynchronous
 
 #: Elements of a chunk, which take 8 MiB for two states in float32: smaller chunks cost more in

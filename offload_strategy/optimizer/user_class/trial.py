@@ -29,7 +29,8 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, is_plain, packable
-from offload_strategy.optimizer.user_class import inner_step, watch
+from offload_strategy.optimizer.user_class import inner_step, side_effects
+from offload_strategy.optimizer.user_class.side_effects import OWN_ATTRIBUTES, UnfitUpdateError
 from offload_strategy.torch_support.accelerator import forked_generators, generators_of
 from offload_strategy.torch_support.dtensors import local_tensor
 
@@ -161,7 +162,7 @@ def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[l
     for group in optimizer.param_groups:
         plain = _plain_parameters(group)
         if group["params"] and not plain:
-            raise watch.UnfitUpdateError(
+            raise UnfitUpdateError(
                 "updates parameters of a tensor subclass only, on which it was not tried"
             )
         models = [which(plain, key=torch.Tensor.numel) for which in (min, max) if plain]
@@ -202,7 +203,7 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
         stand_ins.append(each)
     try:
         _compare(empty, [stand_ins], "fail_on_recompile")
-    except watch.UnfitUpdateError:
+    except UnfitUpdateError:
         return False
     return True
 
@@ -222,11 +223,11 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     """A copy whose values an unfit update may change. Values with functions in them are shared."""
 
     def own(value: Any) -> Any:
-        has_code = any(isinstance(part, watch.CODE) for part in watch.parts(value))
+        has_code = any(isinstance(part, side_effects.CODE) for part in side_effects.parts(value))
         return value if has_code else deepcopy(value)
 
     twin = inner_step.copy_with_parameters(optimizer, {}, [], [])
-    twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in watch.OWN_ATTRIBUTES}
+    twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in OWN_ATTRIBUTES}
     twin.param_groups = [
         {name: value if name == "params" else own(value) for name, value in group.items()}
         for group in optimizer.param_groups
@@ -274,10 +275,10 @@ def _compare(
                         each.update_alone(optimizer, group)
                 with torch.enable_grad():
                     step(together, *[closure] * takes_closure)
-        except watch.UnfitUpdateError:
+        except UnfitUpdateError:
             raise
         except Exception as error:
-            raise watch.UnfitUpdateError(
+            raise UnfitUpdateError(
                 f"failed on two small tensors: {type(error).__name__}: {error}"
             ) from error
         for each in everything:
@@ -285,13 +286,11 @@ def _compare(
             held = filter(packable, flatten_wrappers(each.state).values())
             addresses = [value.untyped_storage().data_ptr() for value in held if value.numel()]
             if len(set(addresses)) < len(addresses):
-                raise watch.UnfitUpdateError("keeps states of one parameter that share memory")
+                raise UnfitUpdateError("keeps states of one parameter that share memory")
         if closures not in ([], [before]):
-            raise watch.UnfitUpdateError(
-                "does not call its closure once, before it updates anything"
-            )
+            raise UnfitUpdateError("does not call its closure once, before it updates anything")
         if not all(each.is_same for each in everything):
-            raise watch.UnfitUpdateError(
+            raise UnfitUpdateError(
                 "updates a parameter in another way when others are there: it was tried on "
                 "stand-ins, together and one by one"
             )

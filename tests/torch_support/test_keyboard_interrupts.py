@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from offload_strategy.torch_support.interrupts import (
+from offload_strategy.torch_support.keyboard_interrupts import (
     UninterruptedSection,
     default_modes,
     keeps_grad_mode,
