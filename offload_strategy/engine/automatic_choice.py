@@ -134,13 +134,13 @@ class AutomaticChoice:
                 keep_freed_memory()
         else:
             self._swap(on_host=on_host)
-            tier.capacity = self._staying_bytes(parameters, state_bytes, room - used + loaded)
-            self._staying[tier] = state_bytes
+            # Host memory is of more use for new weights that wait for `step()`.
+            if not on_host:
+                tier.capacity = self._staying_bytes(parameters, state_bytes, room - used + loaded)
+                self._staying[tier] = state_bytes
             tiers = ", ".join(each.name for each in self._config.tiers_for("optimizer"))
-            what = (
-                f"{format_size(state_bytes - tier.capacity)} of {format_size(state_bytes)} of "
-                f"optimizer states are offloaded to {tiers}"
-            )
+            part = f"{format_size(state_bytes - tier.capacity)} of " if tier.capacity else ""
+            what = f"{part}{format_size(state_bytes)} of optimizer states are offloaded to {tiers}"
         logger.info(
             f"mode: auto: {what}. With all of them in memory, training needs {format_size(need)} "
             f"of the {format_size(limit)} there are, and room for activations."

@@ -14,7 +14,7 @@ from offload_strategy.activations import budgets
 from offload_strategy.activations.budgets import AutomaticBudget
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.host_memory import buffers
-from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.host_memory.memory_limits import PeakMeter, available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.torch_support.accelerator import available_bytes as available_bytes_of
@@ -35,7 +35,16 @@ from tests.accelerator.support import (
     train,
 )
 from tests.activations.support import noise
-from tests.training import assert_same_history, attached, same_with_and_without, settings, weights
+from tests.training import (
+    assert_same_bits,
+    assert_same_history,
+    attached,
+    moved,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 # ---------------------------------------------------------------------- limits
 #: How much of what plain training takes is allowed, a tier of host memory, and whether it is a
@@ -319,6 +328,46 @@ def test_what_fits_in_a_tier_of_the_device_does_not_move_and_is_freed_at_the_end
     assert (moved == 0) is (capacity == "16MiB")
     assert figures["offload/tier/device/used_bytes"] > 0
     assert idle_memory() <= before + 4096
+
+
+@pytest.mark.parametrize(("overlap", "stays"), [("commit", 46 * 2 / 3), ("eager", 46), ("off", 22)])
+def test_as_many_optimizer_states_stay_as_the_device_has_room_for(
+    disk, monkeypatch, overlap, stays
+):
+    def network():
+        torch.manual_seed(0)  # 32 MiB of weights, as much of gradients, 64 MiB of states
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).to(DEVICE)
+
+    def trained(engine):
+        model = network()
+        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
+        for _ in range(3):
+            model(torch.ones(4, 1024, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    plain = trained(None)
+    # Three quarters of the limit are 384 MiB: 46 MiB are left beside the gradients of two updates,
+    # or 22 MiB beside all gradients. With `commit`, those of states that stay do so, too.
+    for name in ("used_bytes", "peak_bytes"):
+        monkeypatch.setattr(PeakMeter, name, lambda _: 330 * MiB)
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "1GiB"}]
+    section = {"enabled": "auto", "overlap": overlap}
+    config, written = {"tiers": tiers, "memory": 512 * MiB, "optimizer": section}, []
+    for _ in range(2):
+        with OffloadEngine(config) as engine:
+            assert_same_bits(trained(engine), plain)
+            on_disk(engine)
+            written.append(moved(engine, "optimizer"))
+            config = engine.effective_config()
+        tier = config.tiers[0]
+        assert (tier.name, tier.kind) == ("device", "device")
+        assert tier.capacity == pytest.approx(stays * MiB, abs=MiB / 2)
+    # States of 8 MiB each: whole subgroups stay. New weights may have to wait on the disk.
+    states = 64 * MiB - tier.capacity + 8 * MiB
+    assert written[0] <= 3 * states * (1.5 if overlap == "commit" else 1)
+    assert abs(written[0] - written[1]) <= 3 * 4 * MiB, "the config chooses the same"
 
 
 @pytest.mark.parametrize("kind", [DEVICE, "cpu"])

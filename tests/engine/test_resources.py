@@ -19,7 +19,6 @@ from offload_strategy.telemetry.recorder import CLIENTS
 from offload_strategy.units import MiB
 from tests.activations.support import noise
 from tests.ends import open_files
-from tests.optimizer.runs import give_room_for_new_weights
 from tests.training import assert_same_bits, attached, moved, on_disk, settings, weights
 
 
@@ -199,34 +198,6 @@ def test_as_much_leaves_as_memory_requires(disk, monkeypatch, before, batch, ste
         train_network(model, optimizer, batch, steps)
         assert {client for client in CLIENTS if moves(engine, client)} == leave
         assert_same_bits(weights(model), weights(plain))
-
-
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-def test_as_many_optimizer_states_stay_as_memory_has_room_for(disk, monkeypatch, overlap):
-    plain = network()
-    train_network(plain, torch.optim.AdamW(plain.parameters()), 16, steps=3)
-    # Room for 384 MiB, of which 10 MiB with `off` and 50 MiB otherwise are left beside 24 MiB for
-    # buffers and gradients on their way. With `commit`, gradients of states that stay do so, too.
-    in_use(monkeypatch, 318 if overlap == "off" else 310)
-    give_room_for_new_weights(monkeypatch, True)
-    expected = {"commit": 50 * 2 / 3, "eager": 50, "off": 384 - 318 - 32 - 16}[overlap]
-    given = sections(disk, memory={"limit": LIMIT, "pinned": "16MiB"})
-    section = {"enabled": "auto", "overlap": overlap, "gradient_memory": "1GiB"}
-    config, written = {**given, "optimizer": section}, []
-    for _ in range(2):
-        with OffloadEngine(config) as engine:
-            model, optimizer = attached_network(engine)
-            train_network(model, optimizer, 16, steps=3)
-            on_disk(engine)
-            assert_same_bits(weights(model), weights(plain))
-            written.append(moved(engine, "optimizer"))
-            config = engine.effective_config()
-        tier = config.tiers[0]
-        assert (tier.name, tier.kind) == ("device", "device")
-        assert tier.capacity == pytest.approx(expected * MiB, abs=MiB / 2)
-    assert written[0] == written[1], "what was chosen was not what the config says"
-    # States of 8 MiB each, and small ones: whole subgroups stay.
-    assert written[0] <= 3 * (64 * MiB - tier.capacity + 8.5 * MiB)
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
