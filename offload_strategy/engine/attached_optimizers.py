@@ -93,13 +93,10 @@ class AttachedOptimizers:
             return optimizer
         state_bytes = sum(supported.state_bytes)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        device = parameters[0].device
-        self._resources.note_device(device)
+        self._resources.note_device(parameters[0].device)
         staying = self._choice.tier_for_states(optimizer, state_bytes)
         if staying is None:
             return optimizer
-        self._resources.staying.add(staying)
-        self._resources.note_device(device)
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         base: Any = OffloadedOptimizer

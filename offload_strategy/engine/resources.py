@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -80,8 +79,6 @@ class Resources:
         #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
         self.measured_paths = MeasuredPaths(processes)
         self.memory_tiers: dict[str, MemoryTier] = {}
-        #: Tiers for states of one optimizer each that stay on the device although others leave.
-        self.staying: weakref.WeakSet[DeviceTier] = weakref.WeakSet()
         self.queues: dict[str, list[PathQueue]] = {}
         self.regions: list[Region] = []
         #: Paths where files with optimizer states may be; none if what is there is encrypted.
@@ -126,7 +123,7 @@ class Resources:
         on_host = device.type == "cpu"
         for tier in self.memory_tiers.values() if self.has_default_tiers and on_host else ():
             tier.capacity = 0
-        tiers = [*self.memory_tiers.values(), *self.staying]
+        tiers = self.memory_tiers.values()
         host_bytes = sum(tier.capacity for tier in tiers if on_host or tier.is_host_memory)
         self.pool.budget = self.pinned_bytes + host_bytes
 
