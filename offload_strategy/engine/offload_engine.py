@@ -208,6 +208,10 @@ class OffloadEngine(EngineReports):
         self._resources.note_device(parameter.device)
         self._choice.limit.measure(parameter)
 
+    def is_attached(self, model: nn.Module) -> bool:
+        """Return whether a model is attached."""
+        return model in self._registry.modules
+
     def detach_model(self, model: nn.Module) -> None:
         """Remove the hooks from a model; what is offloaded is still loaded for its backward."""
         if model in self._hooks:

@@ -43,8 +43,8 @@ class OffloadFabricMixin(engine_strategy.EngineStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
-        known = () if self._engine is None else self._engine._registry.modules
-        if next(module.parameters(), None) is not None and module not in known:
+        attached = self._engine is not None and self._engine.is_attached(module)
+        if next(module.parameters(), None) is not None and not attached:
             self._attach(module)
         return module
 
