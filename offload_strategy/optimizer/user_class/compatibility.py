@@ -19,8 +19,13 @@ from torch.optim import Optimizer
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
-from offload_strategy.optimizer.user_class import inner_step, side_effects, trial
-from offload_strategy.optimizer.user_class.side_effects import UnfitUpdateError
+from offload_strategy.optimizer.user_class import inner_step, trial
+from offload_strategy.optimizer.user_class.side_effects import (
+    UnfitUpdateError,
+    classes_of,
+    parts,
+    shared_values,
+)
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 
@@ -42,9 +47,7 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
 
     What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
     """
-    own, names = (
-        {name for each in side_effects.classes_of(c) for name in vars(each)} for c in (base, kind)
-    )
+    own, names = ({name for each in classes_of(c) for name in vars(each)} for c in (base, kind))
     space = {name: of_inner(name) for name in names - own if not name.startswith("__")}
     space["__new__"] = lambda cls, *_, **__: object.__new__(cls)
     space |= {"__module__": base.__module__, "__doc__": base.__doc__}
@@ -166,8 +169,8 @@ def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnfitUpdateError("needs a closure, which it may call several times in a step")
     own = set(map(id, parameters))
-    for (_, name), value in side_effects.shared_values(optimizer):
-        for part in side_effects.parts(value):
+    for (_, name), value in shared_values(optimizer):
+        for part in parts(value):
             if isinstance(part, Optimizer):
                 raise UnfitUpdateError(
                     f"wraps another optimizer ({name}); attach that one before it is wrapped"

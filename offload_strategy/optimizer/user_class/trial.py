@@ -29,8 +29,13 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, is_plain, packable
-from offload_strategy.optimizer.user_class import inner_step, side_effects
-from offload_strategy.optimizer.user_class.side_effects import OWN_ATTRIBUTES, UnfitUpdateError
+from offload_strategy.optimizer.user_class import inner_step
+from offload_strategy.optimizer.user_class.side_effects import (
+    CODE,
+    OWN_ATTRIBUTES,
+    UnfitUpdateError,
+    parts,
+)
 from offload_strategy.torch_support.accelerator import forked_generators, generators_of
 from offload_strategy.torch_support.dtensors import local_tensor
 
@@ -223,7 +228,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     """A copy whose values an unfit update may change. Values with functions in them are shared."""
 
     def own(value: Any) -> Any:
-        has_code = any(isinstance(part, side_effects.CODE) for part in side_effects.parts(value))
+        has_code = any(isinstance(part, CODE) for part in parts(value))
         return value if has_code else deepcopy(value)
 
     twin = inner_step.copy_with_parameters(optimizer, {}, [], [])
