@@ -23,7 +23,7 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.activations.support import noise
-from tests.training import Block, Numbers
+from tests.training import Block, Numbers, attached, weights
 
 DEVICE = os.environ["TEST_ACCELERATOR"]
 """Type of the device under test: "cuda", or "sim", which is simulated; see tests/conftest.py."""
@@ -236,3 +236,13 @@ def train(model: nn.Module, optimizer: Any, steps: range, **sizes: int) -> list[
         found.append({"loss": loss.detach()})
         del loss
     return found
+
+
+def five_steps(engine: OffloadEngine | None) -> list[Numbers]:
+    """Losses of five steps, states and weights after them, with or without offload."""
+    model = make(32, 2)
+    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), 1e-3))
+    found = train(model, optimizer, range(5), rows=2, length=16)
+    states = optimizer.state_dict()["state"]
+    found.append({f"{i} {k}": v for i, each in states.items() for k, v in each.items()})
+    return [*found, weights(model)]
