@@ -224,8 +224,9 @@ class OffloadedOptimizer(Optimizer):
 
     def figures(self) -> dict[str, float]:
         """Steps since attach whose updates ran ahead, and those of which some had to run again."""
-        names = ("speculated_steps", "redone_steps")
-        return {name: float(getattr(self._overlap, name, 0)) for name in names}
+        ahead = self._overlap
+        speculated, redone = (ahead.speculated_steps, ahead.redone_steps) if ahead else (0, 0)
+        return {"speculated_steps": float(speculated), "redone_steps": float(redone)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, like the plain optimizer.
