@@ -66,10 +66,16 @@ class _Client(Section):
             raise ValueError(f"a tier is named twice in {tiers}")
         return tiers
 
+    @property
+    def is_demanded(self) -> bool:
+        """Whether the user set ``enabled: true``: what cannot be offloaded is an error then."""
+        return self.enabled is True and "enabled" in self.model_fields_set
+
     def resolved(self, *, enabled: bool) -> Self:
         """Return this section with 'auto' replaced, which does not count as set by the user."""
         section = self.model_copy()
         section.__dict__["enabled"] = enabled
+        section.model_fields_set.discard("enabled")
         return section
 
 

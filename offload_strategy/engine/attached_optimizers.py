@@ -85,7 +85,7 @@ class AttachedOptimizers:
         try:
             supported = compatibility.check_supported(optimizer, precision)
         except compatibility.UnsupportedOptimizerError as error:
-            if "enabled" in section.model_fields_set or precision != Precision():
+            if section.is_demanded or precision != Precision():
                 raise
             logger.warning(
                 "%s Its states stay in memory, and activations leave as usual.", str(error)

@@ -54,7 +54,8 @@ def test_unsupported_optimizers_keep_their_states_in_memory_or_are_refused(name,
         pytest.raises(ConfigError, match=refused),
     ):
         train(engine)
-    with OffloadEngine(settings(disk)) as engine:
+    # 'auto' means the same whether it is written in the config or not.
+    with OffloadEngine(settings(disk, optimizer={"enabled": "auto"})) as engine:
         if kind == "CountsOutside":
             with pytest.raises(ConfigError, match=refused):  # the trial counts, too
                 train(engine)

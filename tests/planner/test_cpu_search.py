@@ -99,7 +99,7 @@ def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
 
 def test_with_commit_gradients_and_new_weights_wait():
     much, little = placed(request(64 * GiB, 5e9, 5e9), COMMIT), placed(request(1.2 * GiB), COMMIT)
-    assert (much.gradient_bytes, much.split("waiting").host_bytes) == (4 * P, 8 * P)
+    assert (much.gradient_memory, much.split("waiting").host_bytes) == (4 * P, 8 * P)
     # Old and new states.
     assert much.split("states").total_bytes == 16 * P
     assert 0 < little.split("waiting").ssd_bytes < 8 * P

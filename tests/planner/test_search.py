@@ -283,12 +283,14 @@ def test_the_config_loads_and_stays_within_host_memory(more):
     host += sum(tier.capacity for tier in config.tiers if tier.kind == "dram")
     assert host <= 0.9 * 256 * GiB
     if settings.overlap == "commit":
-        # Gradients wait in the same buffers, and new weights may take half of them.
-        new_weights = best.placement.split("waiting").host_bytes - best.placement.gradient_bytes
-        assert new_weights <= config.memory.pinned / 2
-        assert config.optimizer.gradient_memory <= config.memory.pinned / 2
+        # Gradients and new weights wait in the same buffers, as much as was planned.
+        waiting = best.placement.split("waiting").host_bytes
+        assert config.optimizer.gradient_memory == math.ceil(waiting / MiB) * MiB
+        assert config.optimizer.gradient_memory < config.memory.pinned
     for kind in ("weights", "activations", "states"):
         wanted = best.placement.split(kind).host_bytes
+        if kind == "states" and settings.overlap == "commit":
+            wanted //= 2  # new states may be above the capacity while step() waits for them
         tiers = [tier for tier in config.tiers if tier.name == f"host-{kind}"]
         assert sum(tier.capacity for tier in tiers) == math.ceil(wanted / MiB) * MiB
     for words in ("tokens/s", "x 1024", "Intel D7-P5510 product specification", "nothing was"):

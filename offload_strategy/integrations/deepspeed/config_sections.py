@@ -166,7 +166,7 @@ def _place(client: Client, config: OffloadConfig, stage: int) -> Path | Literal[
         return path
     if stage in (1, 2) and "dram" in kinds:
         return "cpu"
-    if "enabled" in config.optimizer.model_fields_set:
+    if config.optimizer.is_demanded:
         reason = "none is offloaded" if stage == 0 else "only host memory can take them"
         raise ConfigError(
             f"optimizer.enabled: true with {_described(tiers)}: of DeepSpeed's optimizer states "

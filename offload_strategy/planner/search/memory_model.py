@@ -105,9 +105,9 @@ class GpuModel(SearchModel):
                 Fit("disk", devices * disk, request.drives.capacity_bytes),
             ),
             subgroup_size=subgroup,
-            # Gradients of a device wait in buffers as well; new weights may take half of them.
+            # Gradients and new weights of a device wait in buffers as well.
             pinned_bytes=staging + waiting,
-            gradient_bytes=waiting // 2,
+            gradient_memory=waiting,
         )
 
     def _on_device(self, settings: Settings, sizes: ModelSizes, in_flight: int) -> tuple[int, int]:
@@ -234,7 +234,7 @@ class _CpuPlacement:
             ),
             subgroup_size=self._subgroup or None,
             pinned_bytes=self._staging + read_ahead,
-            gradient_bytes=kept.gradients,
+            gradient_memory=kept.gradients,
         )
 
     # -------------------------------------------------------------- what is needed

@@ -113,7 +113,8 @@ class SearchModel:
             # Those of streamed weights on the drives are written to where they belong.
             stored = int(weights * streamed.ssd_share)
             copied = weights - stored
-            in_memory = min(copied, waiting.host_bytes - placement.gradient_bytes)
+            gradients = placement.gradient_memory if self.on_cpu else waiting.host_bytes // 2
+            in_memory = min(copied, waiting.host_bytes - gradients)
             copies = StageLoad(_COPIES_OF_COMMIT * copy)
             update += copies + self._send(weights + copied, waiting)
             update += self._send(stored, TierSplit(0, stored))

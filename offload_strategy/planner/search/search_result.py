@@ -341,7 +341,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
         names = ["ssd"]
         # The processes of a machine share a tier.
         capacity = request.devices * placement.split(kind).host_bytes
-        if request.on_cpu and settings.overlap == "commit":
+        if kind == "states" and settings.overlap == "commit":
             # Old and new states were both counted; the tier holds both for a while.
             capacity //= 2
         if capacity:
@@ -364,7 +364,7 @@ def _sections(found: SearchResult, directories: Sequence[str]) -> dict[str, Any]
             "overlap": settings.overlap,
         }
         if settings.overlap == "commit":
-            sections["optimizer"]["gradient_memory"] = _size(max(MiB, placement.gradient_bytes))
+            sections["optimizer"]["gradient_memory"] = _size(max(MiB, placement.gradient_memory))
     if "parameters" in best.offloads:
         sections["parameters"]["blocks_in_flight"] = settings.blocks_in_flight
     sections["memory"] = {"pinned": _size(placement.pinned_bytes)}

@@ -87,7 +87,8 @@ class Placement:
     fits: tuple[Fit, ...]  # Needed and available bytes of each kind of memory and of the drives
     subgroup_size: int | None  # Parameters that are updated at a time; None if states stay
     pinned_bytes: int  # Bytes of buffers (`memory.pinned`), for staging and for what waits
-    gradient_bytes: int  # Bytes of gradients that wait in them (`optimizer.gradient_memory`)
+    # Bytes of `optimizer.gradient_memory`: of gradients, and on a GPU of new weights as well
+    gradient_memory: int
 
     @property
     def ok(self) -> bool:
