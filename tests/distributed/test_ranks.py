@@ -316,6 +316,25 @@ def apart(rank, directory):
         assert_same_bits(weights(net), before)
 
 
+def noisy(rank, directory):
+    """Each rank adds something of its own to reduced gradients, which `eager` uses up at once."""
+
+    def reduce(state, bucket):
+        reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return reduced.then(lambda future: future.value()[0].add_(rank))
+
+    for overlap in ("commit", "eager"):
+        with OffloadEngine(config(directory, overlap)) as engine:
+            net = Net()
+            model = DistributedDataParallel(net)
+            model.register_comm_hook(None, reduce)
+            optimizer = engine.attach(model, torch.optim.SGD(net.parameters(), 1e-2))
+            engine.microbatch(0, last=True)
+            model(tokens(rank)).square().sum().backward()
+            with pytest.raises(OffloadError, match=r"gradients differ between the ranks.*sharding"):
+                optimizer.step()
+
+
 def partly(rank, directory):
     """One parameter of the optimizer is in no data-parallel module: each rank has its own."""
 
@@ -336,7 +355,7 @@ def partly(rank, directory):
         assert_same_bits(run(engine), expected)
 
 
-@pytest.mark.parametrize("what", ["apart", "partly"])
+@pytest.mark.parametrize("what", ["apart", "noisy", "partly"])
 def test_ranks_that_do_not_have_the_same(what, tmp_path):
     run_ranks(f"{__name__}:{what}", tmp_path)
 

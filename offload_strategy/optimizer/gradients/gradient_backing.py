@@ -82,9 +82,13 @@ class StoredGradient:
 
 @dataclass(frozen=True)
 class ConsumedGradient:
-    """A gradient that an update has used up; `parameter` is what the error calls its parameter."""
+    """A gradient that an update has used up; `parameter` is what the error calls its parameter.
+
+    Of one that data-parallel ranks compare at `step()` there is a copy.
+    """
 
     parameter: str
+    copy: torch.Tensor | None = None
 
     def load(self) -> torch.Tensor:
         """Raise `OffloadError`."""
@@ -149,6 +153,11 @@ class GradientBacking:
     def is_consumed(self) -> bool:
         """Whether an update has used up the values."""
         return isinstance(self._source, ConsumedGradient)
+
+    def compared_values(self) -> torch.Tensor | None:
+        """Return a copy of the values, unless they were used up and none was kept."""
+        source = self._source
+        return source.copy if isinstance(source, ConsumedGradient) else self.read()
 
     @property
     def edited(self) -> bool:

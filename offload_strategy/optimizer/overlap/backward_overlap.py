@@ -102,6 +102,8 @@ class BackwardOverlap(ABC):
         self._completed: dict[Subgroup, None] = {}
         #: Gradients of an earlier pass, and what has their memory since this one.
         self._succeeded: list[tuple[weakref.ref[GradientBacking], GradientBacking]] = []
+        #: The parameter whose gradient data-parallel ranks compare at `step()`.
+        self.compared: torch.Tensor | None = None
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
         self._ran_ahead = self.speculated_steps = self.redone_steps = 0
 

@@ -291,7 +291,8 @@ class EagerUpdates(BackwardOverlap):
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
         self._gradients.update(dict.fromkeys(self._subgroups_of[id(parameter)], gradient))
         what = f"a parameter of shape {tuple(parameter.shape)}"
-        return OffloadedGradient.of(ConsumedGradient(what), gradient)
+        copy = gradient.clone() if parameter is self.compared else None
+        return OffloadedGradient.of(ConsumedGradient(what, copy), gradient)
 
     def _update(self, subgroup: Subgroup) -> None:
         ready = sorted(subgroup.ready)

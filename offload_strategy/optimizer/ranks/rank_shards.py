@@ -12,7 +12,7 @@ import torch
 
 from offload_strategy.checkpoints.scratch_file import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
@@ -48,6 +48,7 @@ class RankShards:
         self._sharding_group: DataParallelGroup | None = None
         # Of streamed weights, if all ranks are on one machine.
         self._sharing: WeightSharing | None = None
+        self._overlap: BackwardOverlap | None = None
         #: What gradients of this rank are told to, which are final only when they are reduced.
         self.reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
@@ -67,7 +68,7 @@ class RankShards:
         self.dp_group = group = self._registry.find_group(parameters())
         self._sharding_group = group if group is not None and group.shards_states else None
         if group is not None and overlap is not None:
-            self.reductions = GradientReductions(group, overlap)
+            self._overlap, self.reductions = overlap, GradientReductions(group, overlap)
         return group is not None
 
     def first_gradient(self) -> None:
@@ -85,6 +86,8 @@ class RankShards:
         group = self._sharding_group
         if group is None:
             return
+        if self._overlap is not None and subgroups:
+            self._overlap.compared = _compared(e.parameter for s in subgroups for e in s.slices)
         elements = [0] * group.size
         owners: dict[int, int] = {}  # of streamed weights
         for subgroup in subgroups:
@@ -131,9 +134,12 @@ class RankShards:
         module = group.module()
         if module is not None and module._join_config.enable:
             raise OffloadError(f"DistributedDataParallel.join() lets ranks end early, {_ALONE}")
-        flags = group.any_rank([*flags, *_digest(parameters)])
+        flags = group.any_rank([*flags, *_digest(_compared(parameters))])
         if any(high + low > 255 for high, low in zip(flags[-8:-4], flags[-4:], strict=True)):
-            raise OffloadError(f"gradients differ between the ranks, {_ALONE}")
+            raise OffloadError(
+                f"gradients differ between the ranks, {_ALONE} With overlap: eager, some weights "
+                f"have changed already: go on from the last checkpoint."
+            )
         changing = list(compress(subgroups, flags[: len(subgroups)]))
         sent = set(compress(parameters, flags[len(subgroups) : -8]))
         return StepBroadcasts(group, changing, weights, sharing, sent)
@@ -264,14 +270,20 @@ def _metadata(subgroup: Subgroup, group: DataParallelGroup | None) -> StateSet:
     return metadata
 
 
-def _digest(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Four bytes that tell the smallest parameter's gradient, and their complements.
+def _compared(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The parameter by whose gradient ranks tell that theirs differ: the smallest."""
+    return min(parameters, key=torch.Tensor.numel)
 
-    The largest of all ranks add up to 255 where they are the same. Zeros if there is none to read.
+
+def _digest(parameter: torch.Tensor) -> list[int]:
+    """Four bytes that tell a parameter's gradient, and their complements.
+
+    The largest of all ranks add up to 255 where they are the same. Zeros if there is none.
     """
-    parameter = min(parameters, key=torch.Tensor.numel)
-    if parameter.grad is None or not has_gradient(parameter):
+    gradient = parameter.grad
+    if isinstance(gradient, OffloadedGradient):
+        gradient = gradient.backing.compared_values()
+    if gradient is None:
         return [0] * 8
-    # A clone reads values that are elsewhere; any other form of them would bring them back.
-    own = list(digest_of(parameter.grad.clone()).to_bytes(4, "little"))
+    own = list(digest_of(gradient).to_bytes(4, "little"))
     return own + [255 - byte for byte in own]
