@@ -38,9 +38,9 @@ from offload_strategy.examples.recipe import (
 from offload_strategy.examples.report import Figures, Journal, print_report
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
-# What is on its way to and from the disk may take this much memory. The default of 4 GiB is more
-# than this small model needs in all: with a slow disk everything would stay in memory.
-# And all that may leave does, although it would fit into memory.
+# All that may leave does, although it would fit into memory. What is on its way to and from the
+# disk may take 64 MiB: the default (an eighth of the free memory, at most 512 MiB on the CPU) is
+# more than this small model needs in all, and with a slow disk everything would stay in memory.
 CONFIG = os.environ.get("SSD_OFFLOAD_CONFIG") or '{"mode": "always", "memory": {"pinned": "64MiB"}}'
 COMPARED_STEPS = 15
 SHAPE_OPTIONS = ["steps", "layers", "width", "context", "batch"]

@@ -1,6 +1,6 @@
 """Trains a small GPT with a plain PyTorch loop and the three lines that offload it.
 
-    python examples/pytorch_loop.py --steps 20
+    python examples/pytorch_loop.py --steps 20 --config full
 
 The losses are those of accelerate_train.py and lightning_gpt.py with the same options, bit for bit.
 """

@@ -1,7 +1,7 @@
 """LightningCLI: the strategy comes from the command line, or from a config file.
 
 python examples/unmodified/lightning_cli.py fit --trainer.strategy=ssd_offload
-python examples/unmodified/lightning_cli.py fit --config lightning_cli.yaml
+python examples/unmodified/lightning_cli.py fit --config examples/unmodified/lightning_cli.yaml
 """
 
 import torch
