@@ -1,8 +1,9 @@
 """Activations kept, recomputed, or offloaded: throughput and peak memory.
 
-    python -m benchmarks.activations --dir /mnt/nvme0          the table, the plot, the sweep
+    python -m benchmarks.activations --dir /mnt/nvme0          the table, the plot, sweep and plans
     python -m benchmarks.activations --quick                   tiny models: to see that it runs
     python -m benchmarks.activations --lines sweep             budget: auto on a slow path (root)
+    python -m benchmarks.activations --lines planned           plans for a limit of memory (root)
 
 Every contender trains in its own process; they take turns, step by step. Keep and offload to
 disk, whose speeds are to be told apart by a few percent, do so in several processes one after the

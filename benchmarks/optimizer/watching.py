@@ -2,7 +2,8 @@
 
     python -m benchmarks.optimizer.watching --dir /mnt/nvme0 [--model 70M] [--steps 8]
 
-Both are timed within real steps; medians. See [Note: the watch] in optimizer/user_class/watch.py.
+Both are timed within real steps; medians. See [Note: the watch] in
+optimizer/user_class/side_effects.py.
 """
 
 from __future__ import annotations
