@@ -192,7 +192,7 @@ class AutomaticBudget(Budget):
         return True
 
     def must_leave(self, trace: Trace) -> int | None:
-        """Nothing must be written: what is in flight stays. See `Budget.must_leave`."""
+        """On the CPU, what is in flight when backward starts stays. See `Budget.must_leave`."""
         # When the host launches backward, a device has not even produced what is in flight.
         return None if trace.on_device else 0
 

@@ -282,7 +282,7 @@ class OffloadEngine(EngineReports):
             self._choice.explain(self.effective_config())
 
     def _advise(self) -> None:
-        """After the first step, log it if everything would have fit in memory.
+        """After the first forward pass, log it if everything would have fit in memory.
 
         Not with a limit: what it leaves is not known to be needed for anything else.
         """

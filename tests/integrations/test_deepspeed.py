@@ -298,6 +298,10 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path):
 
 
 MEMORY = {"tiers": [{"name": "ram", "kind": "dram", "capacity": "1GiB"}]}
+DEVICE = {
+    "tiers": [{"name": "gpu", "kind": "device", "capacity": "1GiB"}],
+    "activations": {"enabled": False},
+}
 STATES, WEIGHTS = {"optimizer": {"enabled": True}}, {"parameters": {"enabled": True}}
 CPU, ELSEWHERE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/elsewhere"}
 BELOW_3 = range(3)
@@ -307,6 +311,7 @@ BELOW_3 = range(3)
     ("theirs", "sections", "devices"),
     [
         *((zero_section(stage), {**MEMORY, **STATES}, ["cpu"]) for stage in STAGES),
+        (zero_section(), {**DEVICE, **STATES}, []),
         # It is not derived where DeepSpeed would ignore it.
         *((zero_section(stage), {}, []) for stage in BELOW_3),
         # What the user gave stands.

@@ -86,7 +86,7 @@ def install_in_launcher(launch: Any) -> None:
 
 
 def environment_for(path: str | None) -> dict[str, str]:
-    """Return the variables that carry the section of a launch file, and those of the allocator.
+    """Return the variables that carry the section of a launch file.
 
     Empty if there is no section, or if the file cannot be read: Accelerate reports that. Raises a
     ConfigError if the section is wrong, or the launch file starts something that cannot offload.

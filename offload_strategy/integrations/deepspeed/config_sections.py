@@ -151,7 +151,7 @@ def _place(client: Client, config: OffloadConfig, stage: int) -> Path | Literal[
         )
     if stage == 3:
         if "ssd" not in kinds:
-            return "cpu"
+            return "cpu" if "dram" in kinds else None  # memory of the device is where they are
         path = next(path for tier in tiers for path in tier.paths)
         if config.io.encryption:
             raise ConfigError(
@@ -204,7 +204,9 @@ def _aio(config: OffloadConfig) -> dict[str, Any]:
 
 
 def _described(tiers: list[TierConfig]) -> str:
+    memory = {"dram": "host memory", "device": "memory of the device"}
     parts = (
-        f"{tier.name!r} ({', '.join(map(str, tier.paths)) or 'host memory'})" for tier in tiers
+        f"{tier.name!r} ({memory.get(tier.kind) or ', '.join(map(str, tier.paths))})"
+        for tier in tiers
     )
     return f"the tier{'s' if len(tiers) > 1 else ''} {', '.join(parts)}"
