@@ -93,7 +93,10 @@ class HostBuffer:
     def give_back(self, begin: int, nbytes: int) -> None:
         """Return a part of the memory to the system, which fills it with zeros at its next use."""
         if os.getpid() == self._pid:  # in a forked child, something else may be there
-            self._memory.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+            try:
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+            except OSError as error:  # such as EINVAL after mlockall
+                _warn_of_memory_that_stays(error.strerror)
 
     def release(self) -> None:
         """Return the memory to the system. The buffer must not be lent. Idempotent."""
@@ -127,6 +130,14 @@ def _warn_of_pageable_memory(nbytes: int) -> None:
     logger.warning(
         f"host memory could not be pinned ({format_size(nbytes)}); copies from and to the device "
         f"are slower without. Lower memory.pinned, or raise the limit of locked memory (ulimit -l)."
+    )
+
+
+@lru_cache(maxsize=1)
+def _warn_of_memory_that_stays(reason: str) -> None:
+    logger.warning(
+        f"the system did not take idle host memory back ({reason}), as if the process had locked "
+        f"its memory (mlockall). Training may hold more memory than memory.pinned says."
     )
 
 

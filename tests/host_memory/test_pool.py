@@ -1,5 +1,6 @@
 """Host buffers: any size within a budget, from one stretch of memory if they are large."""
 
+import ctypes
 import gc
 import mmap
 import sys
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_strategy.host_memory import buffers
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import BLOCK_BYTES
 from offload_strategy.host_memory.idle_memory import resident_bytes
@@ -175,6 +177,20 @@ def test_memory_comes_and_goes_by_blocks_and_is_the_systems_again():
     assert pool.usage().held_bytes == 0
     assert resident_bytes() < most - 180 * MiB
     assert bool((acquire(pool, 200 * MiB) == 0).all()), "fresh memory"
+
+
+@needs_arena
+def test_memory_that_the_system_does_not_take_back_stays_with_one_warning(caplog):
+    buffers._warn_of_memory_that_stays.cache_clear()
+    pool, libc = BufferPool(16 * MiB), ctypes.CDLL(None)
+    acquired = acquire(pool, 4 * MiB)
+    page = ctypes.c_void_p(acquired.data_ptr())
+    assert libc.mlock(page, PAGE_BYTES) == 0, "more than a page may be locked"
+    del acquired
+    pool.trim()
+    assert caplog.text.count("did not take idle host memory back (Invalid argument)") == 1
+    assert acquire(pool, 16 * MiB).fill_(3).sum() == 3 * 16 * MiB
+    assert libc.munlock(page, PAGE_BYTES) == 0
 
 
 @needs_arena
