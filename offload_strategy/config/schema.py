@@ -88,7 +88,8 @@ class ActivationsConfig(_Client):
     min_size: Size = 1 * MiB
     """Storages below this many bytes are kept on the device."""
     budget: Budget = "auto"
-    """How much may be offloaded per forward pass: 'auto', bytes, or a share such as '70%'."""
+    """How much may be offloaded per forward pass, where no plan decides: 'auto' (what is hidden),
+    bytes, or a share such as '70%'."""
     prefetch: AutoOrSize = "auto"
     """Bytes to read ahead of the backward pass: 'auto', or bytes."""
     verify: bool = False
@@ -106,10 +107,10 @@ class OptimizerConfig(_Client):
     """Optimizer states, and the gradients of their updates."""
 
     enabled: AutoOrBool = "auto"
-    """Whether optimizer states are offloaded. 'auto': if memory requires it; in any case where this
-    section has other settings than tiers, or with mode: always. If it is set to true, optimizers
-    whose states cannot be offloaded are refused; otherwise their states stay in memory, with a
-    warning."""
+    """Whether optimizer states are offloaded. 'auto': if memory requires it, and from an
+    accelerator as many as that takes; in any case where this section has other settings than tiers,
+    or with mode: always. If it is set to true, optimizers whose states cannot be offloaded are
+    refused; otherwise their states stay in memory, with a warning."""
     subgroup_size: AutoOrCount = "auto"
     """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""
     state_dtype: StateType = "float32"

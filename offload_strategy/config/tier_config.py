@@ -42,7 +42,8 @@ class TierConfig(Section):
     capacity: PositiveSize | None = None
     """Maximum bytes on all paths together and for all processes of a job on a machine together.
     Required for device and dram tiers; for an ssd tier null means the free space of the file
-    systems."""
+    systems. With overlap: commit, new optimizer states in a dram tier may exceed it until step()
+    frees the old ones."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)
