@@ -98,13 +98,19 @@ class AttachedOptimizers:
         if staying is None:
             return optimizer
         subgroups = self._subgroup_size(parameters, state_bytes)
-        own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
+        # Errors name only tiers that the config has, unless states stay without one.
+        own_tiers = [staying] if staying.capacity else []
+        count = _elements(parameters)
+        size = min(count, subgroups(count))
+        own_bytes, gradient_memory = self._check_room(
+            parameters, state_bytes, staying.capacity, state_bytes * size // count
+        )
         base: Any = OffloadedOptimizer
         kind: Any = type(optimizer)
         wrapped: OffloadedOptimizer = compatibility.wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
-            [staying, *self._resources.clients["optimizer"]],
+            [*own_tiers, *self._resources.clients["optimizer"]],
             overlap=section.overlap,
             subgroup_size=subgroups,
             is_last=is_last,
@@ -126,8 +132,6 @@ class AttachedOptimizers:
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
-            count = _elements(parameters)
-            size = min(count, subgroups(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
         if section.overlap == "commit" and parameters[0].device.type == "cpu":
             # What waits for step() stays in memory as far as there is room.
@@ -198,9 +202,17 @@ class AttachedOptimizers:
         from_memory = accelerated and bool(outside) and outside[0].is_host_memory
         return partial(subgroup_size, each=each, memory=memory, from_memory=from_memory)
 
-    def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:
+    def _check_room(
+        self,
+        parameters: Sequence[nn.Parameter],
+        state_bytes: int,
+        staying_bytes: int,
+        subgroup_bytes: int,
+    ) -> tuple[int, int]:
         """Check that the tiers have room for this rank's states, and for gradients that wait there.
 
+        `staying_bytes` of states stay without a tier of the config. With `commit`, what is on the
+        device, in whole subgroups, is updated in `step()` without new states or weights beside it.
         Returns the bytes of its states, and those of host memory for gradients.
         """
         section = self._section
@@ -208,7 +220,12 @@ class AttachedOptimizers:
         dp_group = self.dp_groups.find_group(parameters)
         ranks = dp_group.size if dp_group is not None and dp_group.shards_states else 1
         state_bytes, weights_bytes = -(-state_bytes // ranks), -(-weights_bytes // ranks)
-        need = optimizer_need(state_bytes, weights_bytes, section.overlap)
+        own_bytes = max(0, state_bytes - staying_bytes)
+        tiers = [tier for tier in self._resources.clients["optimizer"] if tier.is_own_device]
+        outside = own_bytes - sum(tier.capacity - tier.used_bytes for tier in tiers)
+        outside = min(own_bytes, outside + subgroup_bytes) if outside > 0 else 0
+        new_weights = weights_bytes * outside // max(1, state_bytes)
+        need = own_bytes - outside + optimizer_need(outside, new_weights, section.overlap)
         room = self._resources.room("optimizer")
         if section.gradient_memory != "auto":
             gradient_memory = int(section.gradient_memory)
@@ -219,9 +236,9 @@ class AttachedOptimizers:
             gradient_memory = max(0, gradient_bytes - (0 if ranks > 1 else max(0, room - need)))
         else:
             gradient_memory = self._resources.pinned_bytes
-        detail = f"{format_size(state_bytes)} of states"
-        if need > state_bytes:
-            updates = format_size(need - state_bytes)
+        detail = f"{format_size(own_bytes)} of states"
+        if need > own_bytes:
+            updates = format_size(need - own_bytes)
             detail += f" and {updates} of updates on their way (overlap: commit)"
         what = f"attach: optimizer states need {format_size(need)} ({detail})"
         advice = "add a tier, or set optimizer.overlap to off, which needs less"

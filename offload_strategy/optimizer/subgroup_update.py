@@ -64,6 +64,7 @@ class Updater:
     ) -> None:
         self._optimizer = optimizer
         self._store = store
+        self._all_tiers = sorted(tiers, key=lambda tier: not tier.is_own_device)
         self._device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._tiers = [tier for tier in tiers if not tier.is_own_device] or list(tiers)
         self._new_weight_tiers = [waiting, *self._tiers]
@@ -404,7 +405,7 @@ class Updater:
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
         generator = self._generator(subgroup, updated.source)
-        tiers = [*self._device_tiers, *self._tiers] if subgroup.stays_on_device else self._tiers
+        tiers = self._all_tiers if subgroup.stays_on_device else self._tiers
         return updated.pack(self._store, tiers, self.precision, generator)
 
     def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.errors import TierFullError
 from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.arena import Arena
@@ -167,6 +168,42 @@ def test_the_tiers_must_have_room_for_gradients(disk):
     config["optimizer"]["gradient_memory"] = "1GiB"
     with OffloadEngine(config) as engine:
         engine.attach(model, adamw(model))
+
+
+def _beside_the_device(disk, device, outside, **options):
+    """A config with a tier of the device of so many bytes, and one on the disk, if that has any."""
+    options = {"subgroup_size": 256**2, "gradient_memory": "1GiB", **options}
+    config = settings(disk, optimizer=options, activations={"enabled": False})
+    config["tiers"][0]["capacity"] = outside
+    own = {"name": "gpu", "kind": "device", "capacity": device}
+    return {**config, "tiers": [own, *config["tiers"]] if outside else [own]}
+
+
+@pytest.mark.parametrize("on_device", [2, 4], ids=["half", "all"])
+def test_states_in_a_tier_of_the_device_need_no_room_for_new_ones(disk, on_device):
+    each = 256**2 * 4  # bytes of a layer's weights, and half of those of its states
+    device, left = on_device * 2 * each + 4096, 4 - on_device
+    expected = weights(_train(make_layers(4, 256), None))
+    # Outside are twice the states, once the weights, and room for one layer more.
+    room = 5 * (left + 1) * each if left else 0
+    with OffloadEngine(_beside_the_device(disk, device, room)) as engine:
+        assert_same_bits(weights(_train(make_layers(4, 256), engine)), expected)
+        assert engine.metrics()["offload/tier/gpu/used_bytes"] == on_device * 2 * each
+    if left:
+        config = _beside_the_device(disk, device, 5 * left * each)
+        with OffloadEngine(config) as engine, pytest.raises(ConfigError, match=r"need 4\.2 MiB"):
+            _train(make_layers(4, 256), engine)
+
+
+def test_an_error_about_full_tiers_names_each_tier_of_the_config_once(disk):
+    nbytes = 4 * 256**2 * 8  # without what the step counters and alignment take
+    with OffloadEngine(_beside_the_device(disk, nbytes + 1024, 0, overlap="off")) as engine:
+        model = make_layers(4, 256)
+        optimizer = engine.attach(model, adamw(model))
+        _backward(model)
+        optimizer.step()
+        with pytest.raises(TierFullError, match=r"optimizer \(gpu: 2 MiB of 2 MiB used\)\."):
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 # ---------------------------------------------------------------------- idle buffers
