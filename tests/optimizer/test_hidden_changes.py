@@ -126,10 +126,14 @@ def test_a_parameter_that_replaced_another_is_in_the_state_dict(overlap, disk):
         assert sorted(optimizer.state_dict()["state"]) == [0, 1]
 
 
-def test_within_an_eager_step_nothing_is_saved_and_no_weight_changed(disk):
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+def test_within_an_eager_step_nothing_is_saved_and_no_weight_changed(disk, streams):
     model = make_layers(2, 8)
+    sections = {"parameters": {"enabled": streams, "min_size": 1}}
     # States in host memory: an update that waits for its own runs in step(), as in plain PyTorch.
-    with OffloadEngine(settings(disk, "1MiB", optimizer={"overlap": "eager"})) as engine:
+    with OffloadEngine(
+        settings(disk, "1MiB", optimizer={"overlap": "eager"}, **sections)
+    ) as engine:
         optimizer = engine.attach(model, AdamW(model.parameters()))
         _loss(model).backward()
         for _ in range(2):

@@ -308,8 +308,7 @@ class EagerUpdates(BackwardOverlap):
             self._updater.weights.residency.set_held(parameter, is_left)
         with self.streams.updating(list(gradients.values())):
             self._updater.update_in_place(subgroup, gradients)
-        if not self._updater.weights.streams:
-            self._versions.update((each.parameter, each.parameter._version) for each in slices)
+        self._versions.update((each.parameter, each.parameter._version) for each in slices)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit.
