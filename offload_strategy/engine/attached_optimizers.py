@@ -101,9 +101,9 @@ class AttachedOptimizers:
         # Errors name only tiers that the config has, unless states stay without one.
         own_tiers = [staying] if staying.capacity else []
         count = _elements(parameters)
-        size = min(count, subgroups(count))
+        subgroup_bytes = state_bytes * min(count, subgroups(count)) // count
         own_bytes, gradient_memory = self._check_room(
-            parameters, state_bytes, staying.capacity, state_bytes * size // count
+            parameters, state_bytes, staying.capacity, subgroup_bytes
         )
         base: Any = OffloadedOptimizer
         kind: Any = type(optimizer)
@@ -132,7 +132,7 @@ class AttachedOptimizers:
         if section.overlap != "off":
             # Keep idle buffers for one subgroup's states: to map them takes longer than to read.
             # Only an accepted optimizer may change how much idle memory is kept.
-            self._resources.pool.idle_may_exceed(state_bytes * size // count)
+            self._resources.pool.idle_may_exceed(subgroup_bytes)
         if section.overlap == "commit" and parameters[0].device.type == "cpu":
             # What waits for step() stays in memory as far as there is room.
             self._choice.limit.measure(parameters[0])
