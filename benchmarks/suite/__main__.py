@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.machine import tidy_up_when_ended
 from benchmarks.suite.page import write_page
 from benchmarks.suite.parts import PARTS, Part
 
@@ -50,6 +51,7 @@ def main() -> int:
     )
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     options = parser.parse_args()
+    tidy_up_when_ended()
     # What a quick run finds is no evidence, and must not replace any.
     quick_place = Path(tempfile.gettempdir()) / "offload-strategy-bench-quick"
     figures: Path = options.figures or (quick_place if options.quick else FIGURES)
@@ -104,9 +106,11 @@ def _run_part(
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         status = process.wait(timeout=60 * minutes)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, SystemExit) as ended:
         process.terminate()  # it takes its disks and groups down
         process.wait()
+        if isinstance(ended, SystemExit):  # by SIGTERM; Ctrl-C reaches the benchmark by itself
+            raise
         return f"ended after {minutes:.0f} minutes"
     if not file.exists() or file.stat().st_mtime_ns == before:
         return f"it wrote no figures (status {status})"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,12 +36,14 @@ def test_the_page_in_the_repository_is_that_of_its_figures():
         copy.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
-    slow, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("end", ["by itself", "slow", "SIGTERM"])
+def test_a_part_that_writes_nothing_fails_and_one_that_is_slow_ends_as_does_one_of_an_ended_suite(
+    end, tmp_path, monkeypatch, capsys
 ):
     def wait(timeout=None):
-        if slow and timeout is not None:
+        if end == "SIGTERM" and timeout is not None:
+            signal.raise_signal(signal.SIGTERM)
+        if end == "slow" and timeout is not None:
             raise subprocess.TimeoutExpired("slow", timeout)
         return 3
 
@@ -50,11 +53,17 @@ def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
     page = tmp_path / "page.md"
     words = ["--only", "io", "--quick", "--figures", str(tmp_path), "--out", str(page)]
     monkeypatch.setattr(sys, "argv", ["suite", *words])
-    assert suite.main() == 1
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert suite.main() == 1
+        assert ("io: ended after 2 minutes" in capsys.readouterr().err) is (end == "slow")
+        assert "Not run here" in page.read_text()
+    except SystemExit:
+        assert end == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert "--json" in start.call_args.args[0]
-    assert program.terminate.call_count == slow
-    assert ("io: ended after 2 minutes" in capsys.readouterr().err) is slow
-    assert "Not run here" in page.read_text()
+    assert program.terminate.call_count == (end != "by itself")
 
 
 # ---------------------------------------------------------------------- allocators
