@@ -20,13 +20,14 @@ from offload_strategy.optimizer.inner_guard import LOST, guard_of, has_lost_stat
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.states.subgroups import ALIGNMENT_BYTES
 from offload_strategy.optimizer.user_class import compatibility
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.units import format_size
+from offload_strategy.units import format_size, round_up
 from offload_strategy.weights.parameter_registry import ParameterRegistry, after_collection
 from offload_strategy.weights.weight_stream import WeightStream
 
@@ -216,7 +217,8 @@ class AttachedOptimizers:
         Returns the bytes of its states, and those of host memory for gradients.
         """
         section = self._section
-        gradient_bytes = weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
+        sizes = [local_tensor(p).nbytes for p in parameters]
+        gradient_bytes = weights_bytes = sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
         dp_group = self.dp_groups.find_group(parameters)
         ranks = dp_group.size if dp_group is not None and dp_group.shards_states else 1
         state_bytes, weights_bytes = -(-state_bytes // ranks), -(-weights_bytes // ranks)

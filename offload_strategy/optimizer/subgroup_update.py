@@ -29,6 +29,7 @@ from offload_strategy.optimizer.overlap.ahead_update import (
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
 from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
+    ALIGNMENT_BYTES,
     State,
     StateSet,
     Subgroup,
@@ -45,9 +46,6 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.telemetry import UpdateRecord
 from offload_strategy.torch_support.accelerator import Autocast, current_stream, is_asynchronous
-
-#: Bytes by which the states of a slice exceed their elements at most: each begins aligned.
-_PADDING_BYTES = 256
 
 
 class Updater:
@@ -109,7 +107,7 @@ class Updater:
         per_element = state_bytes / max(1, sum(elements.values()))
         room = float(sum(tier.capacity for tier in self._device_tiers))
         for subgroup in reversed(subgroups):
-            room -= elements[subgroup] * per_element + _PADDING_BYTES * len(subgroup.slices)
+            room -= elements[subgroup] * per_element + ALIGNMENT_BYTES * len(subgroup.slices)
             subgroup.stays_on_device = room >= 0
 
     @contextmanager

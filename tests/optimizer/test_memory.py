@@ -1,6 +1,7 @@
 """What waits for `step()` in memory or on the tiers, and buffers that stay for the next step."""
 
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -168,6 +169,21 @@ def test_the_tiers_must_have_room_for_gradients(disk):
     config["optimizer"]["gradient_memory"] = "1GiB"
     with OffloadEngine(config) as engine:
         engine.attach(model, adamw(model))
+
+
+@pytest.mark.parametrize(("overlap", "parts"), [("off", 2), ("commit", 5)])
+def test_the_tiers_must_have_room_for_the_alignment_of_states(overlap, parts, monkeypatch):
+    give_room_for_new_weights(monkeypatch, False)
+    model = torch.nn.ParameterList(torch.ones(65) for _ in range(10))  # 260 bytes take 512
+    options = {"overlap": overlap, "subgroup_size": 130, "gradient_memory": "1GiB"}
+    for less in (1, 0):
+        tier = {"name": "host", "kind": "dram", "capacity": parts * 10 * 512 - less}
+        refused = pytest.raises(ConfigError, match=": 1 B too little") if less else nullcontext()
+        with OffloadEngine({"tiers": [tier], "optimizer": options}) as engine, refused:
+            optimizer = engine.attach(None, adamw(model))
+            for _ in range(3):
+                sum(parameter.pow(2).sum() for parameter in model).backward()
+                optimizer.step()
 
 
 def _beside_the_device(disk, device, outside, **options):

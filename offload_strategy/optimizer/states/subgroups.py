@@ -35,7 +35,7 @@ from offload_strategy.units import round_up
 
 #: Alignment of each tensor: that of PyTorch's allocators at least, so that vector loads stay
 #: aligned.
-_ALIGNMENT_BYTES = 256
+ALIGNMENT_BYTES = 256
 
 State = dict[str, Any]
 
@@ -54,7 +54,7 @@ class Segment:
     @property
     def end(self) -> int:
         """Where the next tensor begins, or the buffer ends."""
-        return round_up(self.offset + self.nbytes, _ALIGNMENT_BYTES)
+        return round_up(self.offset + self.nbytes, ALIGNMENT_BYTES)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of a flat uint8 buffer."""

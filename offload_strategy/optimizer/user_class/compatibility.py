@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
+from offload_strategy.optimizer.states.subgroups import ALIGNMENT_BYTES, flatten_wrappers, packable
 from offload_strategy.optimizer.user_class import inner_step, trial
 from offload_strategy.optimizer.user_class.side_effects import (
     UnfitUpdateError,
@@ -27,6 +27,7 @@ from offload_strategy.optimizer.user_class.side_effects import (
     shared_values,
 )
 from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
+from offload_strategy.units import round_up
 
 
 class UnsupportedOptimizerError(ConfigError):
@@ -124,7 +125,7 @@ def check_supported(optimizer: Optimizer, precision: Precision) -> SupportedOpti
 def _state_bytes(
     parameter: torch.Tensor, tried: Sequence[trial.StandIn], precision: Precision
 ) -> int:
-    """Stored bytes of the states of a parameter, in proportion to those of a stand-in for it.
+    """Stored bytes of the aligned states of a parameter, by those of a stand-in for it.
 
     It has as many dimensions, if one has, and is the largest that is not larger.
     """
@@ -132,14 +133,14 @@ def _state_bytes(
     same_dim = [each for each in tried if each.alone.dim() == parameter.dim()]
     smaller = [each for each in same_dim if each.alone.numel() <= parameter.numel()]
     model = [*tried, *same_dim[:1], *smaller][-1]
-    nbytes: int = sum(
-        precision.stored_dtype(value.dtype, name).itemsize * value.numel()
+    share: float = parameter.numel() / max(1, model.alone.numel())
+    each_bytes: list[float] = [4 * parameter.numel()] if precision.has_master(parameter) else []
+    each_bytes += [
+        share * value.numel() * precision.stored_dtype(value.dtype, name).itemsize
         for name, value in flatten_wrappers(model.state).items()
         if packable(value)
-    )
-    share: float = parameter.numel() / max(1, model.alone.numel())
-    master_bytes = parameter.numel() * 4 if precision.has_master(parameter) else 0
-    return master_bytes + round(nbytes * share)
+    ]
+    return sum(round_up(round(nbytes), ALIGNMENT_BYTES) for nbytes in each_bytes)
 
 
 def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
