@@ -27,6 +27,7 @@ from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check, ref
 from offload_strategy.cli.options import Command, Option
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem, file_system_of, local_processes
+from offload_strategy.engine.resources import with_default_tiers
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.io.backends.protocol import available_backends
@@ -61,10 +62,10 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     yield Check("python", OK, f"{platform.python_version()} on {platform.system()}")
     yield Check("torch", OK, str(torch.__version__))
     try:
-        config = OffloadConfig.load(None)
+        config = with_default_tiers(OffloadConfig.load(None))
     except ConfigError as error:
         yield Check("config", PROBLEM, str(error), "correct it, or unset SSD_OFFLOAD_CONFIG")
-        config = OffloadConfig()
+        config = with_default_tiers(OffloadConfig())
     else:
         yield Check("config", OK, f"tiers: {', '.join(tier.name for tier in config.tiers)}")
     for name, checks in {
@@ -96,11 +97,9 @@ def _memory(config: OffloadConfig) -> Iterator[Check]:
         config, processes=processes, total=memory.total, available=memory.available, limit=limit
     )
     yield machine_checks.check_huge_pages()
-    yield machine_checks.check_locked_memory(
-        machine_checks.resource_limit("RLIMIT_MEMLOCK"),
-        config.memory.pinned_bytes(memory.available // processes),
-        torch.accelerator.is_available(),
-    )
+    locked = machine_checks.resource_limit("RLIMIT_MEMLOCK")
+    pinned = config.memory.pinned_bytes(memory.available // processes)
+    yield machine_checks.check_locked_memory(locked, pinned, torch.accelerator.is_available())
     yield machine_checks.check_open_files(machine_checks.resource_limit("RLIMIT_NOFILE"))
 
 

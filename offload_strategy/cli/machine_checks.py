@@ -54,12 +54,9 @@ def check_gpu(devices: Path = Path("/dev")) -> Check:
         found = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
         return Check("GPU", OK, found)
     if (devices / "nvidiactl").exists():
-        return Check(
-            "GPU",
-            WARNING,
-            f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU",
-            "install a torch built for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES",
-        )
+        found = f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU"
+        advice = "install a torch for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES"
+        return Check("GPU", WARNING, found, advice)
     return Check("GPU", OK, "none: training on the CPU")
 
 
@@ -114,7 +111,7 @@ def check_memory(
     tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
     has_gpu = torch.accelerator.is_available()
     pinned = config.memory.pinned_bytes(available // processes, accelerated=has_gpu)
-    need = (pinned + tiers) * processes
+    need = pinned * processes + tiers  # all processes share the capacity of a tier
     most = min(total, limit or total)
     has = f"{format_size(total)} of main memory, {format_size(available)} available"
     if limit is not None and limit < total:

@@ -19,25 +19,23 @@ from offload_strategy.activations.budgets import WriteBudget
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
-from offload_strategy.config import ConfigSource, OffloadConfig, TierConfig
+from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.config.directories import local_processes
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.reports import EngineReports
-from offload_strategy.engine.resources import Resources
+from offload_strategy.engine.resources import Resources, with_default_tiers
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import reuse_freed_memory
-from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.thread_pool import run_off_pools
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel
 from offload_strategy.plan_runtime.lifetime_plan import load_plan
 from offload_strategy.plan_runtime.profile import check_writable
 from offload_strategy.telemetry import get_logger
-from offload_strategy.torch_support.accelerator import has_memory_statistics
 from offload_strategy.torch_support.keyboard_interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
@@ -80,10 +78,7 @@ class OffloadEngine(EngineReports):
         clear_last_traceback()
         self.config = OffloadConfig.load(config)
         by_default = "tiers" not in self.config.model_fields_set
-        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if by_default and kind and has_memory_statistics(kind):  # not if it shares the host's
-            host = TierConfig(name="host", kind="dram", capacity=available_bytes() // 2)
-            self.config = self.config.model_copy(update={"tiers": [host, *self.config.tiers]})
+        self.config = with_default_tiers(self.config)
         if self.config.report is not None:
             check_writable(self.config.report, "report: ")
         given = self.config.planning.plan

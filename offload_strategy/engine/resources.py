@@ -29,6 +29,7 @@ from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import DeviceTier, HostTier, MemoryTier, PathTier, Quota
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.telemetry.prometheus import PrometheusMetrics
+from offload_strategy.torch_support.accelerator import has_memory_statistics
 from offload_strategy.units import MiB, format_size
 
 #: Block size in bytes for reads of external files.
@@ -250,6 +251,15 @@ class Resources:
             else:
                 found.extend(self.memory_tiers[name] for name in names)
         return found
+
+
+def with_default_tiers(config: OffloadConfig) -> OffloadConfig:
+    """Return a config whose tiers, if nobody gave any, are those for the accelerator there is."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if "tiers" in config.model_fields_set or not kind or not has_memory_statistics(kind):
+        return config  # no host memory if the accelerator shares it
+    host = TierConfig(name="host", kind="dram", capacity=available_bytes() // 2)
+    return config.model_copy(update={"tiers": [host, *config.tiers]})
 
 
 def _remove_empty(folder: Path) -> None:

@@ -17,6 +17,7 @@ from offload_strategy.cli.doctor import check_devices, check_file_system, check_
 from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem
+from offload_strategy.engine import resources
 from offload_strategy.host_memory import memory_limits
 from offload_strategy.host_memory.memory_limits import available_bytes, memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
@@ -75,6 +76,17 @@ def test_without_a_path_those_of_the_config_are_looked_at(disk, doctor, tmp_path
     assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
 
 
+def test_the_default_host_tier_of_an_accelerator_is_counted(disk, doctor, monkeypatch):
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(resources, "has_memory_statistics", lambda device: True)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 64 * MiB)
+    found = doctor("--json")
+    assert found["config"]["found"] == "tiers: host, ssd"
+    assert "takes up to 48 MiB" in found["memory"]["found"]
+
+
 def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doctor, monkeypatch):
     checks_ = doctor(disk, "--json", status=1, config='{"memory": {"pined": "1MiB"}}')
     assert checks_["config"]["status"] == "problem"
@@ -109,12 +121,12 @@ AVAILABLE = {"posix": None, "kvikio": "no NVIDIA driver"}
 @pytest.mark.parametrize(
     ("found", "status", "word"),
     [
-        # Memory must hold the buffers and host tiers of all processes.
+        # Memory must hold the buffers of all processes, and the host tiers that they share.
         (memory(64, 60, limit=18), OK, "takes up to 16 GiB"),
         (memory(64, 60, limit=16), PROBLEM, "takes up to 16 GiB"),
         (memory(64, 12), WARNING, "takes up to 16 GiB"),
-        (memory(64, 60, processes=3), OK, "takes up to 48 GiB"),
-        (memory(64, 60, processes=4), PROBLEM, "takes up to 64 GiB"),
+        (memory(64, 60, processes=12), OK, "takes up to 60 GiB"),
+        (memory(64, 60, processes=13), PROBLEM, "takes up to 64 GiB"),
         (memory(8, 8), PROBLEM, "takes up to 16 GiB"),
         # Locked memory matters with a GPU.
         (checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=False), OK, "8 MiB"),
