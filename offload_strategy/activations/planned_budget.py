@@ -98,7 +98,7 @@ class MemoryLimit:
         """Return the free bytes of a device, within the limit if that is measured there."""
         if self.meter is not None and self.meter.device == device:
             return self.limit_bytes() - self.meter.used_bytes()
-        return free_bytes(device)
+        return free_bytes(device, self.processes)
 
 
 class PlannedBudget(Budget):

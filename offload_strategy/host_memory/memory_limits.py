@@ -101,11 +101,11 @@ def _occupied_bytes(cgroup: Path, occupied: tuple[str, ...]) -> int:
     return 0
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes of a device that this process may still use."""
+def free_bytes(device: torch.device, processes: int) -> int:
+    """Bytes of a device that this process, one of so many on the machine, may still use."""
     if accelerator.has_memory_statistics(device):
         return accelerator.available_bytes(device) - accelerator.allocated_bytes(device)
-    return available_bytes()
+    return available_bytes() // processes
 
 
 class PeakMeter:
