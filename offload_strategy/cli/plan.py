@@ -46,8 +46,8 @@ _OF_MODEL = (
 _USUAL_LENGTH = 2048
 
 
-def _batch(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+def _batch(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 _KINDS = get_args(Kind)
@@ -141,6 +141,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
     if options.search:
+        options.batch = None if options.batch == "auto" else options.batch
         if not options.sequences:
             _require(options, ["sequence"], ", or --sequences")
         return plan_search(options, _shape(options))
@@ -168,6 +169,8 @@ def _check_options(options: argparse.Namespace) -> None:
         refuse(options, _OF_STEP, "for a profiled step: give --profile or a script as well")
     if not options.search:
         refuse(options, _OF_SEARCH, "give --search as well, or leave it out")
+        if options.batch == "auto":
+            raise ConfigError("--batch auto: give --search as well, or how many sequences")
     if options.gpu not in (None, CPU) and not (options.profile or options.script):
         why = "no effect for a GPU, which updates states itself and uses drives of the table"
         refuse(options, _OF_CPU, f"{why}; leave it out")

@@ -383,6 +383,7 @@ RUN = f"{SMALL} {WORK} {MACHINE}"
         ("gpt2 --model bert-base", "give one model"),
         # With a search, or for one.
         (f"{SEARCHED} --max-batch 16 --tolerance 0", "--max-batch, --tolerance: give --search"),
+        (f"{SEARCHED} --batch auto", "--batch auto: give --search"),
         (f"{SEARCHED} --search", "give --sequence as well"),
         (f"{BOUNDED} --batch 4", "leave out --batch"),
         (f"{BOUNDED} --write-config /nowhere/found.yaml", "its folder does not exist"),
