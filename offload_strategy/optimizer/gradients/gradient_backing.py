@@ -68,9 +68,7 @@ class StoredGradient:
     """
 
     def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
-        in_order = in_memory_order(gradient)
-        assert in_order.is_contiguous(), "only dense gradients can be stored"
-        flat = in_order.view(-1).view(torch.uint8)
+        flat = in_memory_order(gradient).view(-1).view(torch.uint8)
         self._store = store
         self._segment = lay_out([gradient])[0]
         self._ticket = store.put(flat, "optimizer", tiers)
@@ -245,19 +243,20 @@ class GradientBacking:
 
     def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> None:
         """Have `put` move the values, if they are unedited and nobody else has their memory."""
-        data = self._source
-        if not isinstance(data, torch.Tensor) or self.edited or self._applied:
-            return
-        if self.is_alone and data.untyped_storage().nbytes() == data.nbytes:
-            self._source = put(data)
+        if self._is_whole and self.is_alone and not self.edited and not self._applied:
+            self._source = put(cast(torch.Tensor, self._source))
             self._version = self._source_version()
 
     def materialize_if_held(self) -> None:
         """Materialize if somebody keeps backward's tensor, and this is not a part of a bucket."""
-        data = self._source
-        whole = isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() == data.nbytes
-        if whole and not self.is_alone:
+        if self._is_whole and not self.is_alone:
             self.materialize()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the source is backward's tensor, and all of its storage."""
+        data = self._source
+        return isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() == data.nbytes
 
     @property
     def is_alone(self) -> bool:

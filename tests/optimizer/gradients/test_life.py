@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError, StorageError
-from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient, StoredGradient
+from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.acts import PINS, READS, STEPS, scaled, unscaled, with_gradient
 from tests.optimizer.gradients.pairs import Pair, assert_same, forbid_loading, gradient
@@ -145,11 +145,6 @@ def test_complex_gradients_are_not_recorded_but_right(pair_of):
     for act in (lambda g: g.mul_(0.5), lambda g: g.mul_(1j), lambda g: g.abs(), torch.norm):
         pair.same(act)
         assert torch.equal(torch.clone(pair.offloaded), pair.plain)
-
-
-def test_no_gap_may_be_stored(rig):
-    with pytest.raises(AssertionError, match="dense"):
-        StoredGradient(rig.store, torch.ones(4, 4)[:, :2], [rig.disk])
 
 
 def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(pair_of):
