@@ -53,11 +53,9 @@ class BaselineMemory:
         self.meter = meter
         self._trim = trim
         self._limit_bytes = limit_bytes
-        self._close = passes
-        self._since_close = 0
-        # Measured passes that still return freed memory, and passes since the last that did.
-        self._returning, self._since_returned = passes + 1, 0
-        self._returns = False
+        # Passes to measure per event, those of them that return freed memory in any case, and
+        # passes since the last that did so.
+        self._close, self._returning, self._since_returned = passes, passes + 1, 0
         #: Bytes between an event and the next one, by event.
         self._levels: dict[int, int] = {}
         self._corrections: deque[int] = deque(maxlen=_PASSES)
@@ -71,17 +69,17 @@ class BaselineMemory:
         """Start a pass, with so many bytes of other passes' items in memory."""
         #: Whether the current pass is measured from event to event.
         self.per_event = self._close > 0
-        self._since_close += 1
-        self._since_returned = 0 if self._returns else self._since_returned + 1
-        self._returns = False
+        self._since_returned += 1
+        returns = False
         if self.per_event:
             self._close -= 1
-            self._since_close = 0
-            returns = self._returning > 0 or self._since_returned >= _CLOSE_EVERY
-            self._returns = self.meter.counts_host_buffers and returns
-            self._returning -= self._returning > 0
+            self._returning -= 1
+            returns = self._returning >= 0 or self._since_returned > _CLOSE_EVERY
+            if returns:
+                self._since_returned = 0
             if len(self._levels) > _MOST_EVENTS:
                 self._levels.clear()
+        self._returns = returns and self.meter.counts_host_buffers
         # Bytes in use at its start, and how many more than at the start of the measured pass.
         self._used = self.meter.needed_bytes() - items
         self._shift = 0 if self._base is None else self._used - self._base
@@ -101,15 +99,10 @@ class BaselineMemory:
         """Most bytes of freed tensors that the C library had at the peaks of the last passes."""
         return max(self._kept, default=0)
 
-    @property
-    def most_bytes(self) -> int:
-        """Largest baseline memory in bytes."""
-        return max(0, max(self._levels.values(), default=0) + self.correction)
-
-    def after(self, event: int) -> int:
+    def after(self, event: int | None) -> int:
         """Return the baseline memory from an event to the next; the largest if it is unknown."""
-        known = self._levels.get(event)
-        return self.most_bytes if known is None else max(0, known + self.correction)
+        levels = (self._levels[event],) if event in self._levels else self._levels.values()
+        return max(0, max(levels, default=0) + self.correction)
 
     def look(self) -> int:
         """Return the peak of the current pass so far; others may reset the meter after this."""
@@ -134,13 +127,13 @@ class BaselineMemory:
             self._corrections.append(more)
             self._kept.append(beyond_prediction - more)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak
-            if far and self._since_close >= _CLOSE_EVERY:
+            if far and self._since_returned >= _CLOSE_EVERY:
                 self._close = 1
         return peak
 
     def measure_next_pass(self) -> None:
         """Measure the next pass from event to event."""
-        self._close = max(self._close, 1)
+        self._close = 1
 
     def record_event(self, event: int, items: int) -> None:
         """Record that an item is saved or used, with the bytes of items in memory until now."""

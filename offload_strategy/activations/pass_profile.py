@@ -125,9 +125,7 @@ class PassProfiler:
             before = sum(min(end, at) - begin for begin, end in busy if begin < at)
             return pace * (at - trace.started_at - waited - before)
 
-        pace = 1.0
-        if trace.seconds > 0:
-            pace -= self.io_overhead.seconds(trace) / trace.seconds
+        pace = 1.0 - self.io_overhead.seconds(trace) / max(trace.seconds, 1e-9)
         used = {number: computed(at, trace.held + waited) for number, at, waited in trace.uses}
         last_use = used[trace.uses[-1][0]]
         step = max(last_use, computed(ended_at, trace.held + trace.waited))

@@ -202,7 +202,7 @@ class PlannedBudget(Budget):
         """See `Budget.must_leave`: the bytes for which there is no room."""
         if self._profiler.baseline is None:
             return 0
-        return max(0, self._items_bytes(trace) - self._room_from(trace, 0))
+        return max(0, self._items_bytes(trace) - self._room_from(trace))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
@@ -212,11 +212,11 @@ class PlannedBudget(Budget):
         begin = perf_counter()
         self._free_what_left()
         use = len(trace.uses) - 1
-        if use == 0 and self._freed is not None:
+        if use == 0:
             freed_memory.note_reuse()  # the heap is fullest when forward ends
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)
-        self._writes.release_at_least(items - self._room_from(trace, use))
+        self._writes.release_at_least(items - self._room_from(trace))
         # From now on its bytes count as baseline memory of its use.
         self._baseline.resume(items)
         trace.waited += perf_counter() - begin
@@ -240,7 +240,7 @@ class PlannedBudget(Budget):
         """See `Budget.room`."""
         if self._profiler.baseline is None:
             return None
-        return max(0, self._room_from(trace, len(trace.uses) - 1) - self._items_bytes(trace))
+        return max(0, self._room_from(trace) - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
     def _certain(self, nbytes: int, trace: Trace) -> int:
@@ -322,7 +322,8 @@ class PlannedBudget(Budget):
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        scarce = self.usable_bytes - baseline.most_bytes < least_room(self.usable_bytes)
+        most = baseline.after(None)
+        scarce = self.usable_bytes - most < least_room(self.usable_bytes)
         if self._memory.upcoming_bytes is not None:
             # It was not asked for: only what happens counts.
             scarce &= peak > self.limit_bytes
@@ -330,7 +331,7 @@ class PlannedBudget(Budget):
             self._told = True
             logger.warning(
                 f"{self._memory.name}: {format_size(self.limit_bytes)} cannot be kept: a step "
-                f"takes {format_size(baseline.most_bytes)} with next to nothing that is saved in "
+                f"takes {format_size(most)} with next to nothing that is saved in "
                 f"memory. Give more, train with a smaller batch, or {CHECKPOINT}."
             )
         timed = self._timed
@@ -373,11 +374,11 @@ class PlannedBudget(Budget):
             return self._first_room + self._waiting_bytes
         return max(least_room(self.usable_bytes), self.usable_bytes - self._baseline.after(event))
 
-    def _room_from(self, trace: Trace, use: int) -> int:
-        """Return the smallest room after a use and some following ones."""
+    def _room_from(self, trace: Trace) -> int:
+        """Return the smallest room after the latest use, or the first, and some following ones."""
         if self._first_room is not None:
             return self._first_room + self._waiting_bytes
-        baseline, use = self._baseline, max(0, use)
+        baseline, use = self._baseline, max(0, len(trace.uses) - 1)
         kind = (trace.signature, baseline.correction)
         if baseline.per_event or kind != self._ahead_of:
             self._most_ahead.clear()
