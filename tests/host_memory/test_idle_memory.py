@@ -135,17 +135,21 @@ def test_a_share_of_what_the_process_needs_may_be_idle(process, monkeypatch):
     assert process.held() <= 16 * MiB, "a limit that was set holds"
 
 
-@pytest.mark.parametrize(("within", "excess"), [(0, 100), (600, 30), (2000, 0)])
+@pytest.mark.parametrize(("within", "excess"), [(0, 100), (200, 100), (600, 30), (2000, 0)])
 def test_idle_memory_may_raise_the_peak_up_to_a_limit(monkeypatch, within, excess):
     """But for 5 % of the limit, where the process returns what it can."""
-    resident = iter([500 * MiB, 600 * MiB])
-    monkeypatch.setattr(idle, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+    resident = [600 * MiB, 600 * MiB, 500 * MiB]
+    monkeypatch.setattr(idle, "resident_bytes", resident.pop)
+    monkeypatch.setattr(idle, "_LOOK_SECONDS", 60.0)
     limit = idle.IdleLimit()
     limit.process_bytes, limit.is_scarce = within * MiB, within > 0
     limit.pass_begins()
     assert limit.excess(lambda: 0, acquires=True) == 0, "all of it is needed"
+    assert limit.excess(lambda: 100 * MiB, acquires=True) == 0, "so soon nobody looks"
+    limit.pass_begins()
     assert limit.excess(lambda: 100 * MiB, acquires=False) == excess * MiB
+    assert limit.excess(lambda: 100 * MiB, acquires=False) == 0
+    assert limit.excess(lambda: 100 * MiB, acquires=True) == excess * MiB, "forward ends"
 
 
 def test_told_twice_it_is_one_pass(process):
@@ -255,6 +259,7 @@ class NearLimit:
 
 def test_freed_memory_is_returned_close_to_a_limit(monkeypatch):
     process = NearLimit(monkeypatch)
+    assert process.returns(800, 951, after=0.0006) == 0, "more often is of no use"
     assert process.returns(*range(800, 950, 10)) == 0
     assert process.returns(951) == 1
     assert process.returns(951) == 1, "and again, if that has helped"
