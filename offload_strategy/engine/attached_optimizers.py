@@ -50,7 +50,8 @@ class AttachedOptimizers:
         self.stream: WeightStream | None = None
         #: Knows attached models whose ranks may shard optimizer states.
         self.dp_groups = GroupRegistry(shards_states=self._section.sharding)
-        self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        # With the bytes that they need in the tiers.
+        self._wrapped = weakref.WeakKeyDictionary[OffloadedOptimizer, int]()
         #: Users' own whose states are here; also where the wrapping one is gone.
         self._inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -103,7 +104,7 @@ class AttachedOptimizers:
         own_tiers = [staying] if staying.capacity else []
         count = _elements(parameters)
         subgroup_bytes = state_bytes * min(count, subgroups(count)) // count
-        own_bytes, gradient_memory = self._check_room(
+        own_bytes, gradient_memory, need = self._check_room(
             parameters, state_bytes, staying.capacity, subgroup_bytes
         )
         base: Any = OffloadedOptimizer
@@ -124,7 +125,7 @@ class AttachedOptimizers:
             dp_groups=self.dp_groups,
             claim=WeakHook(self._claim),
         )
-        self._wrapped.add(wrapped)
+        self._wrapped[wrapped] = need
         # Until this is closed, the user's own must not step: it would create new states in memory,
         # or find gradients that were consumed.
         self._inner.add(optimizer)
@@ -176,7 +177,7 @@ class AttachedOptimizers:
         optimizer.close()
         for parameter in optimizer.parameters():
             _state_owners.get(parameter, weakref.WeakSet()).discard(optimizer)
-        self._wrapped.discard(optimizer)
+        self._wrapped.pop(optimizer, None)
         self._inner.discard(optimizer.inner)
 
     def close(self) -> None:
@@ -209,12 +210,12 @@ class AttachedOptimizers:
         state_bytes: int,
         staying_bytes: int,
         subgroup_bytes: int,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Check that the tiers have room for this rank's states, and for gradients that wait there.
 
         `staying_bytes` of states stay without a tier of the config. With `commit`, what is on the
         device, in whole subgroups, is updated in `step()` without new states or weights beside it.
-        Returns the bytes of its states, and those of host memory for gradients.
+        Returns the bytes of its states, those of host memory for gradients, and those of the tiers.
         """
         section = self._section
         sizes = [local_tensor(p).nbytes for p in parameters]
@@ -228,7 +229,9 @@ class AttachedOptimizers:
         outside = min(own_bytes, outside + subgroup_bytes) if outside > 0 else 0
         new_weights = weights_bytes * outside // max(1, state_bytes)
         need = own_bytes - outside + optimizer_need(outside, new_weights, section.overlap)
-        room = self._resources.room("optimizer")
+        # Of others that have no states yet.
+        others = sum(n for each, n in self._wrapped.items() if not guard_of(each.inner).has_stored)
+        room = self._resources.room("optimizer") - others
         if section.gradient_memory != "auto":
             gradient_memory = int(section.gradient_memory)
             need += max(0, weights_bytes - gradient_memory) if section.overlap == "commit" else 0
@@ -242,10 +245,11 @@ class AttachedOptimizers:
         if need > own_bytes:
             updates = format_size(need - own_bytes)
             detail += f" and {updates} of updates on their way (overlap: commit)"
+        detail += f", beside {format_size(others)} of other optimizers" if others else ""
         what = f"attach: optimizer states need {format_size(need)} ({detail})"
         advice = "add a tier, or set optimizer.overlap to off, which needs less"
-        self._resources.check_room("optimizer", need, what, advice)
-        return state_bytes, gradient_memory
+        self._resources.check_room("optimizer", need + others, what, advice)
+        return state_bytes, gradient_memory, need
 
 
 def _elements(parameters: Sequence[nn.Parameter]) -> int:

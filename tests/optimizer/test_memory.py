@@ -186,6 +186,16 @@ def test_the_tiers_must_have_room_for_the_alignment_of_states(overlap, parts, mo
                 optimizer.step()
 
 
+def test_the_tiers_must_have_room_for_the_states_of_all_optimizers(disk):
+    first, second = make_layers(2, _WIDE), make_layers(2, _WIDE)
+    config = settings(disk, optimizer={"overlap": "off"}, activations={"enabled": False})
+    config["tiers"][0]["capacity"] = int(1.5 * 4 * _WIDE**2 * 4)  # of one and a half
+    with OffloadEngine(config) as engine:
+        optimizers = [engine.attach(first, adamw(first))]
+        with pytest.raises(ConfigError, match=r"beside 5.5 MiB of other optimizers.* too little"):
+            optimizers.append(engine.attach(second, adamw(second)))
+
+
 def _beside_the_device(disk, device, outside, **options):
     """A config with a tier of the device of so many bytes, and one on the disk, if that has any."""
     options = {"subgroup_size": 256**2, "gradient_memory": "1GiB", **options}
