@@ -367,15 +367,30 @@ def test_checkpoints_go_both_ways_and_between_devices(disk):
     assert_same_bits(states(*last), states(*whole))
 
 
-def test_a_model_may_move_to_the_device_after_it_was_attached(disk):
+def move(model, device):
+    """Move a model as CUDA does: its parameters stay the same, with other data.
+
+    By `model.to()`, a simulated device would have new ones, which the optimizer does not know.
+    """
+    for parameter in model.parameters():
+        hooks = parameter._post_accumulate_grad_hooks  # they go with the data that is swapped
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(parameter.detach().to(device)))
+        parameter._post_accumulate_grad_hooks = hooks
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_a_model_may_move_to_the_device_after_it_was_attached(disk, caplog, overlap):
+    """With a warning, as tiers and limits are those for the device before."""
+
     def run(engine):
         torch.manual_seed(0)
         model = Transformer()
         optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
-        model.to(DEVICE)
+        move(model, DEVICE)
         return [*train(model, optimizer, range(3)), states(model, optimizer)]
 
-    same_with_and_without(run, both(disk))
+    same_with_and_without(run, both(disk, overlap))
+    assert caplog.text.count("the model has left cpu") == 1
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
