@@ -42,13 +42,18 @@ def join(rank, directory):
     return torch.device(DEVICE, rank)
 
 
-def engine_of(directory, overlap, host, streamed=False):
+def engine_of(directory, overlap, first, streamed=False):
+    """An engine with a disk for this rank, and a `first` tier of memory, as "kind capacity"."""
     folder = directory / f"disk-{dist.get_rank()}"
     folder.mkdir()
     optimizer = {"overlap": overlap, "subgroup_size": 5000}
     memory, parameters = {"pinned": "8MiB"}, {"enabled": streamed, "min_size": "1KiB"}
     sections = {"optimizer": optimizer, "memory": memory, "parameters": parameters}
-    return OffloadEngine(settings(folder, host, **sections))
+    config = settings(folder, **sections)
+    if first is not None:
+        kind, capacity = first.split()
+        config["tiers"].insert(0, {"name": "first", "kind": kind, "capacity": capacity})
+    return OffloadEngine(config)
 
 
 def train(engine, device, sharded, eager, hook=lambda net: None):
@@ -79,16 +84,17 @@ def train(engine, device, sharded, eager, hook=lambda net: None):
     return [{n: v.to_local() if isinstance(v, DTensor) else v for n, v in p.items()} for p in parts]
 
 
-def compare(rank, directory, sharded, overlap, host, streamed):
-    """Fail unless all is the same with and without offload; return whether anything has moved."""
+def compare(rank, directory, sharded, overlap, first, streamed):
+    """Fail unless all is the same with and without offload; return whether tiers have states."""
     device, eager = join(rank, directory), overlap == "eager"
     expected = train(None, device, sharded, eager)
-    with engine_of(directory, overlap, host, streamed) as engine:
+    with engine_of(directory, overlap, first, streamed) as engine:
         assert_same_history(train(engine, device, sharded, eager), expected)
-        moved = stored_states(engine) > 0
+        used = engine.metrics().get("offload/tier/first/used_bytes", 1)
+        found = stored_states(engine) > 0 and used > 0
     dist.barrier()
     dist.destroy_process_group()
-    return moved
+    return found
 
 
 def overlap_of_reductions(rank, directory, overlap):
@@ -121,7 +127,7 @@ def overlap_of_reductions(rank, directory, overlap):
 
     group = process_group.default_group()
     group.number = 1  # what DistributedDataParallel sends when it is made is not delayed
-    with engine_of(directory, overlap, "64MiB") as engine:
+    with engine_of(directory, overlap, "dram 64MiB") as engine:
         group.delayed = delayed
         train(engine, device, sharded=False, eager=overlap == "eager", hook=hook)
         group.delayed = process_group.at_once
@@ -138,9 +144,18 @@ def _two_devices():
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("overlap", "host"), [("commit", None), ("eager", "64MiB"), ("off", None)])
-def test_the_bits_are_the_same(tmp_path, sharded, overlap, host, streamed):
-    options = {"sharded": sharded, "overlap": overlap, "host": host, "streamed": streamed}
+@pytest.mark.parametrize(
+    ("overlap", "first"),
+    [
+        ("commit", None),
+        ("eager", "dram 64MiB"),
+        ("off", None),
+        ("commit", "device 160KiB"),  # for some of the states
+        ("eager", "device 160KiB"),
+    ],
+)
+def test_the_bits_are_the_same(tmp_path, sharded, overlap, first, streamed):
+    options = {"sharded": sharded, "overlap": overlap, "first": first, "streamed": streamed}
     assert run_ranks(f"{__name__}:compare", tmp_path, group=False, **options) == [True, True]
 
 
