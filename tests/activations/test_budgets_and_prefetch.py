@@ -19,7 +19,6 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.prefetch import UseOrderHistory
 from offload_strategy.engine import metrics as engine_metrics
-from offload_strategy.host_memory import memory_limits
 from offload_strategy.units import GiB, MiB
 from tests.activations.support import noise
 from tests.training import (
@@ -149,12 +148,6 @@ def test_what_is_kept_leaves_a_part_of_the_most_that_was_free(monkeypatch):
     assert one_pass("meta") == "++++++"
     free[torch.device("cpu")] = 400
     assert one_pass() == "++++++"
-
-
-def test_free_host_memory_is_divided_by_the_processes_where_it_is_not_measured(monkeypatch):
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 600)
-    free = MemoryLimit(None, 0, processes=3).free_bytes
-    assert free(torch.device("cpu")) == 200
 
 
 def test_many_small_passes_before_one_backward_are_seen_as_well(monkeypatch):
