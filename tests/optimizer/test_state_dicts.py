@@ -52,11 +52,13 @@ def test_a_state_dict_is_a_copy_and_one_of_another_model_is_refused(disk):
             run.optimizer.load_state_dict(AdamW(nn.Linear(2, 2).parameters()).state_dict())
         assert_same_state_dict(run.optimizer.state_dict(), kept)
         kept["state"][170] = {"exp_avg": torch.ones(3)}  # of an unknown parameter: it is kept
-        run.optimizer.load_state_dict(copy.deepcopy(kept))
+        loaded = copy.deepcopy(kept)
+        run.optimizer.load_state_dict(loaded)
         kept_for_good = run.optimizer.state_dict()
         assert torch.equal(kept_for_good["state"][170]["exp_avg"], torch.ones(3))
         kept = copy.deepcopy(kept_for_good)
         steps(run, 2, start=1)
+    assert_same_state_dict(loaded, kept, in_order=False)  # what was loaded does not change, either
     assert_same_state_dict(kept_for_good, kept)  # also after the engine is closed
 
 
