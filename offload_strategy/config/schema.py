@@ -235,7 +235,7 @@ class PlanningConfig(Section):
     """Maximum memory of training on the device, or of the process when it computes on the CPU.
     As many saved tensors are offloaded, by a plan, as this limit requires. 'auto' is the memory
     that is free when training begins, minus a margin; null means no limit and no plan."""
-    profile_steps: Count = Field(default=3, ge=1, le=1000)
+    profile_steps: Count = Field(default=2, ge=1, le=1000)
     """Forward passes to profile before the plan is made; they offload everything they may."""
     plan: OptionalFile = None
     """Path of a plan written by `ssd-offload plan --write-plan`, possibly edited. It decides for
