@@ -208,6 +208,17 @@ def make(
     return model
 
 
+def move(model: nn.Module, device: str) -> None:
+    """Move a model as CUDA does: its parameters stay the same, with other data.
+
+    By `model.to()`, a simulated device would have new ones, which the optimizer does not know.
+    """
+    for parameter in model.parameters():
+        hooks = parameter._post_accumulate_grad_hooks  # they go with the data that is swapped
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(parameter.detach().to(device)))
+        parameter._post_accumulate_grad_hooks = hooks
+
+
 def batch(number: int, rows: int = 4, length: int = 64) -> torch.Tensor:
     return noise(rows, length, 32, seed=number).to(DEVICE)
 

@@ -25,6 +25,7 @@ from tests.accelerator.support import (
     delays,
     loss_of,
     make,
+    move,
     new_stream,
     sleep,
     stir,
@@ -365,17 +366,6 @@ def test_checkpoints_go_both_ways_and_between_devices(disk):
         last = begin(None, saved)
         train(*last, range(4, 6))
     assert_same_bits(states(*last), states(*whole))
-
-
-def move(model, device):
-    """Move a model as CUDA does: its parameters stay the same, with other data.
-
-    By `model.to()`, a simulated device would have new ones, which the optimizer does not know.
-    """
-    for parameter in model.parameters():
-        hooks = parameter._post_accumulate_grad_hooks  # they go with the data that is swapped
-        torch._C._swap_tensor_impl(parameter, nn.Parameter(parameter.detach().to(device)))
-        parameter._post_accumulate_grad_hooks = hooks
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
