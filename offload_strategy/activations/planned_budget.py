@@ -212,7 +212,7 @@ class PlannedBudget(Budget):
         begin = perf_counter()
         self._free_what_left()
         use = len(trace.uses) - 1
-        if use == 0:
+        if use == 0 and self._freed is not None:
             freed_memory.note_reuse()  # the heap is fullest when forward ends
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)

@@ -271,12 +271,13 @@ class OffloadEngine(EngineReports):
         profile_run.observe_pass(self._log.passes, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
-        parameters = (p for model in self._registry.modules for p in model.parameters())
-        if self._log.passes == 1 and all(p.device != self._device for p in parameters):
-            logger.warning(
-                f"the model has left {self._device}, for which engine.attach() chose tiers and "
-                f"limits of memory: offload may be slow. Move the model before it is attached."
-            )
+        if self._log.passes == 1:
+            devices = {p.device for model in self._registry.modules for p in model.parameters()}
+            if devices and self._device not in devices:
+                logger.warning(
+                    f"the model has left {self._device}, for which engine.attach() chose tiers and "
+                    f"limits of memory: offload may be slow. Move the model before it is attached."
+                )
         if self._log.passes == 2:
             self._advise()
         if self._log.passes == self.config.planning.profile_steps + 2:

@@ -131,9 +131,11 @@ class IdleLimit:
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
-        if self._in_forward:
-            limit -= max(growth for _, growth in self.passes)
-        return max(0, need + idle - limit)
+        growth = max(growth for _, growth in self.passes) if self._in_forward else 0
+        if idle and growth and need + idle + growth > limit:
+            # It finds a place in freed memory first, of which parts are too small.
+            growth = max(0, growth - freed_memory.nbytes() // 2)
+        return max(0, need + idle + growth - limit)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more may wait in memory, which then do."""

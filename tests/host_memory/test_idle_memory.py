@@ -91,6 +91,18 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(process):
     assert process.held() >= 150 * MiB
 
 
+def test_what_grows_into_freed_memory_needs_no_room(process):
+    held = []
+    for freed in (0, 100, 400):
+        process.passes(9, forward=50 * MiB, backward=200 * MiB, loss=150 * MiB)
+        process.freed = freed * MiB  # half of it is in parts that are too small
+        process.pool.pass_begins()
+        held.append(process.held() // MiB)
+        process.freed = 0
+    assert held[1] - held[0] == 50
+    assert held[2] == 200
+
+
 def test_a_pass_that_was_large_once_is_forgotten(process):
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     assert process.passes(12, forward=20 * MiB, backward=100 * MiB)[-1] <= _OTHER + 120 * MiB

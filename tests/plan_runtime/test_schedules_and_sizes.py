@@ -87,8 +87,8 @@ def test_without_streamed_weights_there_is_no_plan(disk):
 )
 def test_subgroups_follow_the_model_where_memory_allows_it(parameters, each, memory, expected):
     assert subgroup_size(parameters, each, memory) == expected
-    from_memory = subgroup_size(parameters, each, memory, from_memory=True)
-    assert from_memory == (1 << 24 if expected == 1 << 22 else expected)
+    larger = subgroup_size(parameters, each, memory, most=1 << 24)
+    assert larger == (1 << 24 if expected == 1 << 22 else expected)
 
 
 @pytest.mark.parametrize(

@@ -239,3 +239,10 @@ def test_the_less_memory_the_more_leaves_by_a_config_that_loads(memory, batch, m
             assert config.optimizer.overlap == overlap
             assert config.memory.pinned <= run.room_bytes
             assert "MALLOC_MMAP_THRESHOLD_" in text
+
+
+def test_updates_that_are_committed_are_larger_as_they_take_cores_that_compute():
+    run = request(64 * GiB, shape=dataclasses.replace(GPT_98M, layers=24))
+    for overlap, expected in (("off", 1 << 22), ("eager", 1 << 22), ("commit", 1 << 23)):
+        placement = placed(run, dataclasses.replace(OFF, overlap=overlap))
+        assert placement.subgroup_size == expected

@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
-from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
+from offload_strategy.plan_runtime.space_requirements import (
+    MOST_TO_COMMIT_ON_CPU,
+    SUBGROUPS_IN_FLIGHT,
+    subgroup_size,
+)
 from offload_strategy.planner.request import (
     DEVICE_SHARE,
     ELEMENT_BYTES,
@@ -199,7 +203,9 @@ class _CpuPlacement:
         self._staging = 0
         if settings.offloads_optimizer:
             memory = self._room // _SUBGROUPS_SHARE
-            self._subgroup = subgroup_size(model.shape.parameters, each + ELEMENT_BYTES, memory)
+            most = {"most": MOST_TO_COMMIT_ON_CPU} if self._commits else {}
+            moved, count = each + ELEMENT_BYTES, model.shape.parameters
+            self._subgroup = subgroup_size(count, moved, memory, **most)
             if self._commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
