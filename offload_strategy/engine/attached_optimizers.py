@@ -204,7 +204,7 @@ class AttachedOptimizers:
             moved += sum(local_tensor(p).nbytes for p in parameters)
             if accelerated:  # the rest is for gradients, or new weights
                 memory //= 2
-            else:
+            elif self._choice.is_scarce:
                 most = {"most": MOST_TO_COMMIT_ON_CPU}
         each, tiers = moved / _elements(parameters), self._resources.clients["optimizer"]
         outside = [tier for tier in tiers if not tier.is_own_device]
