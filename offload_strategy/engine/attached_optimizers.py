@@ -24,6 +24,7 @@ from offload_strategy.optimizer.states.subgroups import ALIGNMENT_BYTES
 from offload_strategy.optimizer.user_class import compatibility
 from offload_strategy.plan_runtime.space_requirements import (
     MOST_FROM_MEMORY,
+    MOST_PARAMETERS,
     MOST_TO_COMMIT_ON_CPU,
     optimizer_need,
     subgroup_size,
@@ -198,19 +199,19 @@ class AttachedOptimizers:
         if self._section.subgroup_size != "auto":
             fixed = int(self._section.subgroup_size)
             return lambda _: fixed
-        moved, memory, most = state_bytes, self._resources.pinned_bytes, {}
+        moved, memory, most = state_bytes, self._resources.pinned_bytes, MOST_PARAMETERS
         accelerated = parameters[0].device.type != "cpu"
         if self._section.overlap == "commit":
             moved += sum(local_tensor(p).nbytes for p in parameters)
             if accelerated:  # the rest is for gradients, or new weights
                 memory //= 2
             elif self._choice.is_scarce:
-                most = {"most": MOST_TO_COMMIT_ON_CPU}
+                most = MOST_TO_COMMIT_ON_CPU
         each, tiers = moved / _elements(parameters), self._resources.clients["optimizer"]
         outside = [tier for tier in tiers if not tier.is_own_device]
         if accelerated and outside and outside[0].is_host_memory:
-            most = {"most": MOST_FROM_MEMORY}
-        return partial(subgroup_size, each=each, memory=memory, **most)
+            most = MOST_FROM_MEMORY
+        return partial(subgroup_size, each=each, memory=memory, most=most)
 
     def _check_room(
         self,

@@ -8,7 +8,7 @@ from offload_strategy.config.value_types import Overlap
 SUBGROUPS_IN_FLIGHT = 4
 #: Parameters of a subgroup if memory allows: few enough that the first update starts early and that
 #: several subgroups in memory do not count, and enough that I/O requests and updates are efficient.
-_SUBGROUP_RANGE = (1 << 18, 1 << 22)
+_FEWEST_PARAMETERS, MOST_PARAMETERS = 1 << 18, 1 << 22
 #: From host memory an accelerator updates the most of them sooner than the host launches that.
 MOST_FROM_MEMORY = 1 << 24
 #: With `commit` on the CPU each update takes more of the cores that compute: within a limit of
@@ -18,15 +18,13 @@ _SUBGROUPS_PER_OPTIMIZER = 16
 _SMALLEST_SUBGROUP = 1 << 16
 
 
-def subgroup_size(
-    parameters: int, each: float, memory: int, *, most: int = _SUBGROUP_RANGE[1]
-) -> int:
+def subgroup_size(parameters: int, each: float, memory: int, *, most: int = MOST_PARAMETERS) -> int:
     """Return how many parameters to update at a time if the config does not say; a power of two.
 
     Of an optimizer with so many parameters, `each` with so many bytes of states and copies, where
     the buffers of all subgroups in flight may take `memory` bytes, and `most` parameters at most.
     """
-    size = min(most, max(_SUBGROUP_RANGE[0], parameters // _SUBGROUPS_PER_OPTIMIZER))
+    size = min(most, max(_FEWEST_PARAMETERS, parameters // _SUBGROUPS_PER_OPTIMIZER))
     size = 1 << (size.bit_length() - 1)
     while size > _SMALLEST_SUBGROUP and SUBGROUPS_IN_FLIGHT * each * size > memory:
         size //= 2

@@ -99,7 +99,7 @@ def test_what_grows_into_freed_memory_needs_no_room(process):
         process.pool.pass_begins()
         held.append(process.held() // MiB)
         process.freed = 0
-    assert [each - held[0] for each in held] == [0, 50, 146]  # what there is
+    assert [each - held[0] for each in held] == [0, 50, 146]  # at last all that is idle
 
 
 def test_a_pass_that_was_large_once_is_forgotten(process):

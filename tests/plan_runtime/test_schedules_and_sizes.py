@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.engine import attached_optimizers
 from offload_strategy.plan_runtime.space_requirements import subgroup_size
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, weight_schedule
 from offload_strategy.units import GiB, MiB
@@ -96,13 +97,29 @@ def test_subgroups_follow_the_model_where_memory_allows_it(parameters, each, mem
     [("eager", "1GiB", 1 << 18), ("eager", "4MiB", 1 << 17), ("commit", "8MiB", 1 << 17)],
 )
 def test_the_engine_looks_at_the_buffers_that_states_may_take(disk, overlap, pinned, expected):
+    assert sizes_of_subgroups(disk, overlap, {"pinned": pinned}) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "limit", "expected"),
+    [("commit", "4GiB", 1 << 16), ("commit", None, 1 << 18), ("eager", "4GiB", 1 << 18)],
+)
+def test_commit_has_a_size_of_its_own_on_the_cpu_within_a_limit_of_memory(
+    disk, overlap, limit, expected, monkeypatch
+):
+    monkeypatch.setattr(attached_optimizers, "MOST_TO_COMMIT_ON_CPU", 1 << 16)
+    memory = {"pinned": "1GiB"} | ({} if limit is None else {"limit": limit})
+    assert sizes_of_subgroups(disk, overlap, memory) == {expected}
+
+
+def sizes_of_subgroups(disk, overlap, memory):
+    """Those of a model with a million parameters."""
     optimizer = {"overlap": overlap, "subgroup_size": "auto"}
-    config = settings(disk, memory={"pinned": pinned}, optimizer=optimizer)
+    config = settings(disk, memory=memory, optimizer=optimizer)
     config["activations"] = {"enabled": False}
     model = nn.Linear(1024, 1024, bias=False)
     with OffloadEngine(config) as engine:
         optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
         model(torch.ones(2, 1024)).sum().backward()
         optimizer.step()
-        sizes = {sum(part.numel for part in group.slices) for group in optimizer._subgroups}
-    assert sizes == {expected}
+        return {sum(part.numel for part in group.slices) for group in optimizer._subgroups}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from offload_strategy.host_memory.idle_memory import IN_USE_SHARE, WAITING_SHARE
 from offload_strategy.plan_runtime.space_requirements import (
+    MOST_PARAMETERS,
     MOST_TO_COMMIT_ON_CPU,
     SUBGROUPS_IN_FLIGHT,
     subgroup_size,
@@ -202,10 +203,12 @@ class _CpuPlacement:
         #: Buffers of states and weights in flight.
         self._staging = 0
         if settings.offloads_optimizer:
-            memory = self._room // _SUBGROUPS_SHARE
-            most = {"most": MOST_TO_COMMIT_ON_CPU} if self._commits else {}
-            moved, count = each + ELEMENT_BYTES, model.shape.parameters
-            self._subgroup = subgroup_size(count, moved, memory, **most)
+            self._subgroup = subgroup_size(
+                model.shape.parameters,
+                each + ELEMENT_BYTES,
+                self._room // _SUBGROUPS_SHARE,
+                most=MOST_TO_COMMIT_ON_CPU if self._commits else MOST_PARAMETERS,
+            )
             if self._commits or settings.streams_weights:
                 each += ELEMENT_BYTES
             self._staging = SUBGROUPS_IN_FLIGHT * self._subgroup * each + _SLACK_BYTES
