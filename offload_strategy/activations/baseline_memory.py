@@ -10,10 +10,11 @@ pass is measured from event to event again.
 
 The peak of a process has memory of freed tensors in it, which the C library keeps for the next
 ones. It is returned to the system whenever the process comes close to its limit, so only a peak
-that is closer still tells that a pass needs more. It is also returned before an event is measured,
-and so are idle buffers, which are unmapped near a limit as well. As the next tensors then take page
-faults, this happens in the first measured passes, and in seldom ones later: the baseline memory of
-kinds of passes that come in between is larger than it need be.
+that is closer still than what grows meanwhile explains tells that a pass needs more. It is also
+returned before an event is measured, and so are idle buffers, which are unmapped near a limit as
+well. As the next tensors then take page faults, this happens in the first measured passes, and in
+seldom ones later: the baseline memory of kinds of passes that come in between is larger than it
+need be.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from offload_strategy.host_memory.idle_memory import RETURN_SHARE
+from offload_strategy.host_memory.idle_memory import FULL_SHARE
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.host_memory.pool import IDLE_SHARE
 from offload_strategy.units import MiB
@@ -122,7 +123,7 @@ class BaselineMemory:
             more = beyond_prediction = peak - self._predicted_bytes
             if self.meter.counts_freed and more > 0:
                 # As much as it takes to come no closer to the limit.
-                beyond = peak - int(RETURN_SHARE * self._limit_bytes)
+                beyond = peak - int(FULL_SHARE * self._limit_bytes)
                 more = min(more, max(0, max(self._corrections, default=0) + beyond))
             self._corrections.append(more)
             self._kept.append(beyond_prediction - more)

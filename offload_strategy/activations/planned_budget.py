@@ -403,8 +403,9 @@ class PlannedBudget(Budget):
         profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, self._baseline.correction
         first, self.plan = self.plan is None, plan_lifetimes(profile, self.usable_bytes)
-        if first:
-            # With a plan there are fewer buffers in flight, so more may stay.
+        if first and not self._baseline.meter.counts_freed:
+            # With a plan there are fewer buffers in flight, so more may stay. A pass that returns
+            # freed memory takes longer, and that memory is missing in what is measured.
             self._baseline.measure_next_pass()
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:

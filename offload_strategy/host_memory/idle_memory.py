@@ -36,8 +36,10 @@ _ROOM_SECONDS = 0.05
 WAITING_SHARE, IN_USE_SHARE, SCARCE_SHARE = 0.5, 0.75, 0.85
 #: Shares of its limit from which a process returns freed memory: if memory grows fast, and always.
 _NEAR_SHARE, RETURN_SHARE = 0.9, 0.95
+#: Share of its limit that a process may come to by what grows before the next look.
+FULL_SHARE = 0.98
 #: By what a growth counts less at each later look: a pass has hundreds.
-_FORGETTING = 0.998
+_FORGETTING = 0.9998
 #: Share of the time that this may take if not enough can be returned.
 _TRIMMING_SHARE = 0.05
 
@@ -54,7 +56,7 @@ class TrimmingNearLimit:
     def __init__(self, limit_bytes: int) -> None:
         self._near = int(_NEAR_SHARE * limit_bytes)
         self._close = int(RETURN_SHARE * limit_bytes)
-        self._limit_bytes = limit_bytes
+        self._most = int(FULL_SHARE * limit_bytes)
         self._look_at = 0.0
         # Resident memory when it was looked at last, and the most by which it has grown since such
         # a look, which is forgotten over some passes.
@@ -70,7 +72,7 @@ class TrimmingNearLimit:
         resident = resident_bytes()
         self._growth = max(resident - self._latest, _FORGETTING * self._growth)
         self._latest = resident
-        if resident > max(self._near, min(self._close, self._limit_bytes - self._growth)):
+        if resident > max(self._near, min(self._close, self._most - self._growth)):
             freed_memory.return_all()
             self._latest = resident_bytes()
             end = perf_counter()

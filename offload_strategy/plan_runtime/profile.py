@@ -144,6 +144,8 @@ class MemoryCurve:
         #: Starts of segments, and the end of the step.
         self.moments = sorted(changes)
         self.levels = list(accumulate(changes[moment] for moment in self.moments[:-1]))
+        # By bytes and limit: `_relieved` at the start of each segment, until levels change.
+        self._reliefs: dict[tuple[int, int], list[float]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -156,17 +158,29 @@ class MemoryCurve:
         low, high = self._cut(min(begin, step)), self._cut(min(end, step))
         for place in range(low, high):
             self.levels[place] += nbytes
+        self._reliefs.clear()
 
     def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
         """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
-        gained, moments, levels = 0.0, self.moments, self.levels
-        place = bisect_right(moments, begin) - 1
-        while place < len(levels) and moments[place] < end:
-            if (above := levels[place] - limit) > 0:
-                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
-                gained += (above if above < nbytes else nbytes) * seconds
-            place += 1
-        return gained
+        if end <= begin:
+            return 0.0
+        return self._relieved(end, nbytes, limit) - self._relieved(begin, nbytes, limit)
+
+    def _relieved(self, until: float, nbytes: int, limit: int) -> float:
+        """Return the relief from the start of the step on. A plan asks thousands of times."""
+        sums = self._reliefs.get((nbytes, limit))
+        if sums is None:
+            lengths = (after - before for before, after in pairwise(self.moments))
+            reliefs = (
+                min(level - limit, nbytes) * seconds if level > limit else 0.0
+                for level, seconds in zip(self.levels, lengths, strict=True)
+            )
+            sums = self._reliefs[nbytes, limit] = list(accumulate(reliefs, initial=0.0))
+        place = bisect_right(self.moments, until) - 1
+        if place == len(self.levels):
+            return sums[place]
+        above = max(0, self.levels[place] - limit)
+        return sums[place] + min(above, nbytes) * (until - self.moments[place])
 
     def since(self, begin: float, end: float, level: int) -> float:
         """Return from when on, after `begin`, at most `level` bytes are required until `end`."""

@@ -210,6 +210,34 @@ def test_memory_of_freed_tensors_that_is_kept_is_not_needed(monkeypatch):
     assert sum(training.step()) == 2
 
 
+# A process may come to 98 % of its limit by what grows between two looks, however little it needs.
+@pytest.mark.parametrize(("at_once", "stay"), [(470 * MiB, 3), (490 * MiB, 2)])
+def test_what_comes_close_to_the_limit_leaves_items_less_only_if_it_is_too_close(
+    at_once, stay, monkeypatch
+):
+    monkeypatch.setattr(Training, "counts_freed", True)
+    training = Training(passes=4)
+    for _ in range(12):
+        training.step()
+        training.needs_for_a_moment(at_once)
+    assert sum(training.step()) == stay
+
+
+@pytest.mark.parametrize("counts_freed", [False, True])
+def test_the_first_pass_with_a_plan_is_measured_again_only_if_that_is_cheap(
+    counts_freed, monkeypatch
+):
+    monkeypatch.setattr(Training, "counts_freed", counts_freed)
+    training, returns, returned = Training(), [], []
+    training.return_freed = returns.append
+    for _ in range(5):
+        returns.clear()
+        training.step()
+        returned.append(bool(returns))
+    assert training.budget.plan is not None
+    assert returned == [True, True, False, not counts_freed, False]
+
+
 # A quarter of what is in use (600 MiB with the first item) may be idle buffers, freed memory none.
 @pytest.mark.parametrize(("unused", "usual"), [("freed", 0), ("idle_buffers", 150 * MiB)])
 def test_unused_memory_is_not_measured_however_far_the_limit_is(unused, usual, monkeypatch):

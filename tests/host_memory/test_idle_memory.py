@@ -280,7 +280,7 @@ def test_freed_memory_is_returned_earlier_where_memory_grows_fast(monkeypatch):
     process = NearLimit(monkeypatch)
     assert process.returns(600, 690, 800, 895) == 0, "110 MiB may come at once"
     assert process.returns(901) == 1
-    assert process.returns(*[700] * 2000, *range(700, 940, 10)) == 0, "that was long ago"
+    assert process.returns(*[700] * 20_000, *range(700, 940, 10)) == 0, "that was long ago"
 
 
 def test_memory_that_cannot_be_returned_is_not_looked_for_again_and_again(monkeypatch):

@@ -3,7 +3,7 @@
 import json
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -15,7 +15,13 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     plan_lifetimes,
     save_plan,
 )
-from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
+from offload_strategy.plan_runtime.profile import (
+    MemoryCurve,
+    PathRates,
+    Profile,
+    TensorLife,
+    Update,
+)
 from tests.plan_runtime.profiles import random_step, stack
 
 MB = 1_000_000
@@ -49,6 +55,23 @@ def test_what_cannot_be_hidden_is_said_to_be_waited_for_and_what_never_leaves_ma
     assert any(move.hidden for move in plan.moves)
     assert "waited for" in str(plan)
     assert not plan_lifetimes(stack(4, other_bytes=1000), 900).fits
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_relief_is_the_memory_above_the_limit_that_would_be_gone(seed):
+    chance = random.Random(seed)
+    curve = MemoryCurve(random_step(chance))
+    limit, end = curve.peak_bytes // 2, curve.moments[-1]
+    for _ in range(20):
+        begin, until = sorted(chance.uniform(0.0, 1.1 * end) for _ in range(2))
+        nbytes = chance.choice([1, limit // 10, 2 * limit])
+        above = [
+            min(max(0, level - limit), nbytes) * max(0.0, min(until, after) - max(begin, before))
+            for level, (before, after) in zip(curve.levels, pairwise(curve.moments), strict=True)
+        ]
+        assert curve.relief(begin, until, nbytes, limit) == pytest.approx(sum(above))
+        curve.add(begin, until, -(nbytes // 2))
+    assert curve.relief(0.0, end, nbytes, curve.peak_bytes) == 0
 
 
 def peak_of(spans):
