@@ -404,8 +404,8 @@ class PlannedBudget(Budget):
         self.profile, self._planned_for = profile, self._baseline.correction
         first, self.plan = self.plan is None, plan_lifetimes(profile, self.usable_bytes)
         if first and not self._baseline.meter.counts_freed:
-            # With a plan there are fewer buffers in flight, so more may stay. A pass that returns
-            # freed memory takes longer, and that memory is missing in what is measured.
+            # With a plan there are fewer buffers in flight, so more may stay. Where freed memory is
+            # returned for that, the pass takes longer, and the next ones need more than it did.
             self._baseline.measure_next_pass()
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
