@@ -36,7 +36,7 @@ from offload_strategy.units import MiB, format_size, markdown_table
 
 #: Share of a limit that is planned for, as steps differ a little; and where the C library keeps
 #: freed memory: some of it, between tensors, serves none, and it is returned a little too late.
-_USABLE_SHARE, _USABLE_SHARE_WITH_FREED = 0.985, 0.95
+_USABLE_SHARE, _USABLE_SHARE_WITH_FREED = 0.985, 0.88
 #: Tensors get so much room at least, or a share of a small limit: to let them leave takes some.
 _LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What a user can do if moves are not hidden, or are not enough.
