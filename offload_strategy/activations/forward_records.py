@@ -70,8 +70,6 @@ class Trace:
     #: Bytes of items in memory, loaded ahead or not, after each save and after each of the `uses`.
     memory_saved: list[int] = field(default_factory=list)
     memory_used: list[int] = field(default_factory=list)
-    #: Whether no other pass came before since `step()`, as a plan needs to know.
-    comes_first: bool = False
     #: Whether an accelerator computes the pass, and its events if it is timed; [Note: clocks].
     on_device: bool = False
     device_times: DeviceTimes | None = None

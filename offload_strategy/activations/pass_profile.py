@@ -1,10 +1,5 @@
 """The profile of a pass, derived from its trace: names of items, lives, rates, and overhead.
 
-[Note: kinds of passes]
-Where gradients accumulate, they are not in memory, or not all of them, during the forward pass that
-comes first after `step()`. So such passes and the later ones have their own baseline memory, and
-their own plan of what leaves.
-
 [Note: overhead of I/O]
 Hooks, copies in the operating system and its drivers take time from the cores that compute, or from
 the thread that launches kernels. It is estimated from passes of the same kind that move different
@@ -29,7 +24,6 @@ from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.tier_writes import TierWrites
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
 from offload_strategy.torch_support.modules import running_calls
-from offload_strategy.units import MiB
 
 #: Kinds of items whose names are remembered.
 _MOST_NAMES = 65536
@@ -39,9 +33,6 @@ _MOST_KINDS, _PASSES = 8, 12
 _LEAST_DIFFERENCE = 0.15
 #: Largest plausible seconds per byte; more is a disturbance.
 _MOST_OVERHEAD = 3e-9
-#: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
-#: of so many at least, and of those of so many bytes, but of no more than so many.
-_USES_AHEAD, _BYTES_AHEAD, _MOST_AHEAD = 8, 32 * MiB, 512
 
 
 class SavedTensorNames:
@@ -107,54 +98,6 @@ class IoOverhead:
 def use_event(trace: Trace, place: int) -> int:
     """Return the event of a use (`BaselineMemory`): its place among the uses of such a pass."""
     return hash((trace.signature, place))
-
-
-@dataclass(slots=True, eq=False)
-class PassKind:
-    """What is known of a kind of passes; see [Note: kinds of passes]."""
-
-    baseline: BaselineMemory
-    #: Bytes that items may take in the first pass; None when it is over.
-    first_room: int | None
-    #: Passes until there is a plan.
-    passes_left: int
-    #: The pass that ended last, whether it was measured from event to event, and the seconds from
-    #: its last use of an item until the next pass began; the last pass with known times.
-    over: Trace | None = None
-    was_measured: bool = False
-    seconds_after: float = 0.0
-    timed: Trace | None = None
-    #: Whether an item is offloaded, by its prefix, and `BaselineMemory.correction` at that plan.
-    leaves: dict[int, bool] = field(default_factory=dict)
-    planned_for: int = 0
-    # The largest baseline memory ahead, by use, for a signature and a correction.
-    _most_ahead: dict[int, int] = field(default_factory=dict)
-    _ahead_of: tuple[int, int] | None = None
-
-    def end(self, over: Trace, items: int, now: float) -> int:
-        """End a pass, with so many bytes of items, as the next one begins; return its peak."""
-        self.was_measured = self.baseline.per_event
-        self.over, self.seconds_after = over, now - over.uses[-1][1]
-        self.first_room = None
-        self.passes_left -= 1
-        return self.baseline.end(items)
-
-    def most_ahead(self, trace: Trace) -> int:
-        """Return the largest baseline memory after the latest use, or the first, and some more."""
-        use, ahead_of = max(0, len(trace.uses) - 1), (trace.signature, self.baseline.correction)
-        if self.baseline.per_event or ahead_of != self._ahead_of:
-            self._most_ahead.clear()
-            self._ahead_of = None if self.baseline.per_event else ahead_of
-        if use not in self._most_ahead:
-            most = ahead = 0
-            # Their sizes are those of the usual order of use: the reverse of saving.
-            for one in range(use, min(len(trace.sizes), use + _MOST_AHEAD)):
-                if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
-                    break
-                most = max(most, self.baseline.after(use_event(trace, one)))
-                ahead += trace.sizes[-1 - one]
-            self._most_ahead[use] = most
-        return self._most_ahead[use]
 
 
 @dataclass

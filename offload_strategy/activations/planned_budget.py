@@ -5,8 +5,7 @@ In the first passes everything that may leave is offloaded, and training waits w
 used up. Then the traces of these passes give the sizes and idle times of items, the paths give
 their rates, and a meter gives the baseline memory (`baseline_memory`): a lifetime plan
 (`plan_runtime.lifetime_plan`) selects what is offloaded. The room for items is the limit minus the
-baseline memory. A new plan is made if the room has changed by much. Passes that come first in a
-step and later ones have their own (`pass_profile`, [Note: kinds of passes]).
+baseline memory. A new plan is made if the room has changed by much.
 
 If the engine decides what leaves (``mode: auto``), everything stays at first, and only peaks of
 steps are measured, until a pass saves more than is certain to fit; from there on it is as above.
@@ -23,7 +22,7 @@ import torch
 from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
-from offload_strategy.activations.pass_profile import PassKind, PassProfiler, use_event
+from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.c_allocator import freed_memory, reuse_freed_memory
 from offload_strategy.host_memory.idle_memory import RETURN_SHARE, TrimmingNearLimit
@@ -38,7 +37,7 @@ from offload_strategy.plan_runtime.lifetime_plan import (
 )
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import format_size
+from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
@@ -50,6 +49,9 @@ _CERTAIN_SHARE = 0.75
 #: Share of the limit up to which a step may go that has been seen before, and share from which on
 #: steps are looked at.
 _SEEN_SHARE, _SCARCE_SHARE = 0.9, 0.25
+#: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
+#: of so many at least, and of those of so many bytes, but of no more than so many.
+_USES_AHEAD, _BYTES_AHEAD, _MOST_AHEAD = 8, 32 * MiB, 512
 #: Largest number of items whose plan is remembered.
 _MOST_ITEMS = 65536
 #: Share of the limit by which the room must shrink, or grow, for a new plan.
@@ -107,6 +109,7 @@ class PlannedBudget(Budget):
         self._memory = limit
         self._profiler = profiler
         self._writes = profiler.writes
+        self._passes_left = limit.profile_passes
         #: The limit in bytes, once something is measured, and what may be planned for.
         self.limit_bytes = self.usable_bytes = 0
         #: Returns the bytes in memory of items of passes other than the given one.
@@ -118,16 +121,22 @@ class PlannedBudget(Budget):
         self._seen_room = self._least = self._most = self._upcoming = 0
         self._seen_steps = -1
         self._current: Trace | None = None
-        # By `Trace.comes_first`, and that of the current pass.
-        self._kinds: dict[bool, PassKind] = {}
-        self._kind: PassKind | None = None
+        self._first_room: int | None = None
+        # `BaselineMemory.correction` at the last plan.
+        self._planned_for = 0
         # If the device is the CPU, whose memory is that of the C library.
         self._freed: TrimmingNearLimit | None = None
         # Bytes that may wait in memory and do at the latest event.
         self._waiting_bytes = 0
         self._told = False
-        # The pass whose backward ended last, until the next one starts.
+        # The pass whose backward ended last, until the next one starts; the last with known times.
         self._over: Trace | None = None
+        self._timed: Trace | None = None
+        #: Whether an item is offloaded, by its prefix.
+        self._leaves: dict[int, bool] = {}
+        # The largest baseline memory ahead, by use, for a kind of pass and a correction.
+        self._most_ahead: dict[int, int] = {}
+        self._ahead_of: tuple[int, int] | None = None
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
         #: Items that the plan did not know, or that had to be offloaded against the plan.
@@ -138,45 +147,41 @@ class PlannedBudget(Budget):
 
     def figures(self) -> dict[str, float]:
         """Return current bytes and counts for metrics."""
-        kept = (kind.baseline.kept_bytes for kind in self._kinds.values())
+        baseline = self._profiler.baseline
         return {
             "plan_limit_bytes": self.limit_bytes,
             "plan_peak_bytes": self.latest_peak_bytes,
-            "plan_kept_bytes": max(kept, default=0),
+            "plan_kept_bytes": 0 if baseline is None else baseline.kept_bytes,
             "plan_deviations": self.deviations,
             "plan_over_limit_passes": self.over_limit_passes,
         }
 
     @property
-    def _now(self) -> PassKind:
-        """The kind of the current pass, which exists from the first measured item on."""
-        assert self._kind is not None
-        return self._kind
+    def _baseline(self) -> BaselineMemory:
+        """Baseline memory, which exists from the first item on."""
+        assert self._profiler.baseline is not None
+        return self._profiler.baseline
 
     def admits(
         self, nbytes: int, trace: Trace, idle: float | None, leaves_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
-        is_new = trace.saved_bytes == nbytes
-        if self._kind is None:
-            if is_new:
-                trace.comes_first = self._has_stepped()
-            if self._memory.upcoming_bytes is not None and is_new:
-                self._certain_room = self._certain(nbytes, trace)
+        if self._profiler.baseline is None:
+            if self._memory.upcoming_bytes is not None and trace.saved_bytes == nbytes:
+                self._certain_room = self._certain(nbytes, trace)  # of a new pass
             if trace.saved_bytes <= self._certain_room:
                 self._return_freed()
                 return False
-            items = nbytes if self._memory.upcoming_bytes is None else trace.alive_bytes()
-            self._begin(trace, items)
-        elif is_new:
-            self._begin_pass(trace, nbytes)
-        leaves, baseline = True, self._now.baseline
+            self._begin(nbytes if self._memory.upcoming_bytes is None else trace.alive_bytes())
+        elif trace.saved_bytes == nbytes:
+            self._begin_pass(trace)
+        leaves, baseline = True, self._baseline
         begin = perf_counter()
         self._free_what_left()
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
         room = self._room_after(trace.signature)
-        if self._now.leaves or self._memory.given is not None:
+        if self.plan is not None or self._memory.given is not None:
             known = self._decided(nbytes, trace)
             # Items that must stay, and items that others reference, do not leave.
             too_much = known is False and items - self._writes.leaving_bytes() > room
@@ -195,13 +200,13 @@ class PlannedBudget(Budget):
 
     def must_leave(self, trace: Trace) -> int | None:
         """See `Budget.must_leave`: the bytes for which there is no room."""
-        if self._kind is None:
+        if self._profiler.baseline is None:
             return 0
         return max(0, self._items_bytes(trace) - self._room_from(trace))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
-        if self._kind is None:
+        if self._profiler.baseline is None:
             self._return_freed()
             return
         begin = perf_counter()
@@ -210,40 +215,34 @@ class PlannedBudget(Budget):
         if use == 0 and self._freed is not None:
             freed_memory.note_reuse()  # the heap is fullest when forward ends
         items = loaded_bytes + self._items_bytes(trace)
-        self._now.baseline.record_event(use_event(trace, use), items + nbytes)
+        self._baseline.record_event(use_event(trace, use), items + nbytes)
         self._writes.release_at_least(items - self._room_from(trace))
         # From now on its bytes count as baseline memory of its use.
-        self._now.baseline.resume(items)
+        self._baseline.resume(items)
         trace.waited += perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
         """See `Budget.observe`; what follows until the next pass belongs to this one."""
-        if self._kind is None:
+        if self._profiler.baseline is None:
             return
-        self.latest_peak_bytes = self._now.baseline.look()
+        self.latest_peak_bytes = self._baseline.look()
         self._over = trace
         self._profiler.held_until |= trace.held_until
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""
-        if self._kind is None:
+        if self._profiler.baseline is None:
             return
-        if (kind := self._kinds.get(trace.comes_first)) is not None:
-            kind.timed = trace
+        self._timed = trace
         self._profiler.io_overhead.observe(trace)
 
     def room(self, trace: Trace) -> int | None:
         """See `Budget.room`."""
-        if self._kind is None:
+        if self._profiler.baseline is None:
             return None
         return max(0, self._room_from(trace) - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
-    def _has_stepped(self) -> bool:
-        """Return whether an optimizer has stepped since this was asked last."""
-        before, self._seen_steps = self._seen_steps, self._memory.steps()
-        return before != self._seen_steps
-
     def _certain(self, nbytes: int, trace: Trace) -> int:
         """Return the bytes that a new pass may save without any doubt that there is room.
 
@@ -258,8 +257,8 @@ class PlannedBudget(Budget):
         if self._current is not None:
             saved = self._current.saved_bytes
             self._least, self._most = min(self._least, saved), max(self._most, saved)
-        if trace.comes_first:
-            self._seen_room = 0
+        if memory.steps() > self._seen_steps:
+            self._seen_steps, self._seen_room = memory.steps(), 0
             # States that are there from now on were not there at the peak of the first step.
             if looks and upcoming >= self._upcoming:
                 peak = memory.meter.peak_bytes()
@@ -278,7 +277,7 @@ class PlannedBudget(Budget):
         certain = int(_CERTAIN_SHARE * limit) - used - upcoming
         return max(certain, self._seen_room - self.others_bytes(trace))
 
-    def _begin(self, trace: Trace, items: int) -> None:
+    def _begin(self, items: int) -> None:
         memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
@@ -295,51 +294,35 @@ class PlannedBudget(Budget):
                 "use before the first forward pass. Give more, or let optimizer states and weights "
                 "leave as well."
             )
+        free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
+        # What has been kept until now stays.
+        self._first_room = max(least_room(self.usable_bytes), int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
             self._freed = TrimmingNearLimit(self.limit_bytes)
             pool, limit = self._writes.store.pool, self.limit_bytes
             pool.keep_idle(int(_IDLE_SHARE * limit))
             pool.limit_process(lambda: limit, is_scarce=True)
-        self._start_kind(trace, items)
+        self._profiler.baseline = BaselineMemory(
+            memory.meter, memory.profile_passes, self.limit_bytes, self._writes.store.pool.trim
+        )
 
-    def _start_kind(self, trace: Trace, items: int) -> None:
-        """Continue with the kind of a pass that has so many bytes of items in memory."""
-        memory, kind = self._memory, self._kinds.get(trace.comes_first)
-        assert memory.meter is not None
-        if kind is None:
-            free = self.limit_bytes - (memory.meter.used_bytes() - items)
-            free -= memory.upcoming_bytes() if memory.upcoming_bytes else 0
-            # What has been kept until now stays.
-            room = max(least_room(self.usable_bytes), int(_FIRST_SHARE * free), items)
-            passes, trim = memory.profile_passes, self._writes.store.pool.trim
-            baseline = BaselineMemory(memory.meter, passes, self.limit_bytes, trim)
-            kind = self._kinds[trace.comes_first] = PassKind(baseline, room, passes)
-        self._kind, self._profiler.baseline = kind, kind.baseline
-
-    def _begin_pass(self, trace: Trace, nbytes: int) -> None:
+    def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
+        baseline, per_event = self._baseline, self._baseline.per_event
         others = self.others_bytes(trace)
         over, self._over = self._over, None
-        if over is None:
-            trace.comes_first = self._now is self._kinds.get(True)
-        else:
-            self._end_pass(over, others, trace.started_at)
-            trace.comes_first = self._has_stepped()
-            self._start_kind(trace, nbytes)
-        kind = self._now
-        kind.baseline.begin(others + self._look_at_waiting())
-        # Of several forward passes before a backward, the first one plans.
-        if over is not None and kind.over is not None and kind.passes_left <= 0:
-            self._update_plan(kind, kind.over.signature)
-
-    def _end_pass(self, over: Trace, others: int, now: float) -> None:
-        kind = self._now
         # What waited after the last use did so until `step()`.
-        self.latest_peak_bytes = peak = kind.end(over, others + self._waiting_bytes, now)
-        self.over_limit_passes += peak > self.limit_bytes
-        if kind.passes_left > 0:
+        peak = 0 if over is None else baseline.end(others + self._waiting_bytes)
+        baseline.begin(others + self._look_at_waiting())
+        if over is None:
             return
-        most = kind.baseline.after(None)
+        self._first_room = None
+        self.latest_peak_bytes = peak
+        self.over_limit_passes += peak > self.limit_bytes
+        self._passes_left -= 1
+        if self._passes_left > 0:
+            return
+        most = baseline.after(None)
         scarce = self.usable_bytes - most < least_room(self.usable_bytes)
         if self._memory.upcoming_bytes is not None:
             # It was not asked for: only what happens counts.
@@ -351,16 +334,13 @@ class PlannedBudget(Budget):
                 f"takes {format_size(most)} with next to nothing that is saved in "
                 f"memory. Give more, train with a smaller batch, or {CHECKPOINT}."
             )
-
-    def _update_plan(self, kind: PassKind, signature: int) -> None:
-        """Make a plan for such a pass if its room has changed by much."""
-        timed = kind.timed
-        if timed is None or timed.signature != signature:
+        timed = self._timed
+        if timed is None or timed.signature != over.signature:
             return  # the device has not told the times of such a pass
-        fuller = kind.baseline.correction - kind.planned_for
+        fuller = baseline.correction - self._planned_for
         worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
-        if kind.was_measured or worth or signature not in kind.leaves:
-            self._make_plan(kind, timed)
+        if per_event or worth or over.signature not in self._leaves:
+            self._make_plan(timed, timed.uses[-1][1] + (trace.started_at - over.uses[-1][1]))
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Return whether an item is offloaded by the plan or a file; None if neither knows it."""
@@ -368,7 +348,7 @@ class PlannedBudget(Budget):
         items = () if given is None else given.items
         if number < len(items) and items[number].bytes == nbytes:
             return items[number].does == "leaves"
-        return self._now.leaves.get(trace.signature)
+        return self._leaves.get(trace.signature)
 
     # ------------------------------------------------------------------ room
     def _return_freed(self) -> None:
@@ -390,38 +370,52 @@ class PlannedBudget(Budget):
         return self._waiting_bytes
 
     def _room_after(self, event: int) -> int:
-        if self._now.first_room is not None:
-            return self._now.first_room + self._waiting_bytes
-        baseline = self._now.baseline.after(event)
-        return max(least_room(self.usable_bytes), self.usable_bytes - baseline)
+        if self._first_room is not None:
+            return self._first_room + self._waiting_bytes
+        return max(least_room(self.usable_bytes), self.usable_bytes - self._baseline.after(event))
 
     def _room_from(self, trace: Trace) -> int:
         """Return the smallest room after the latest use, or the first, and some following ones."""
-        if self._now.first_room is not None:
-            return self._now.first_room + self._waiting_bytes
-        most = self._now.most_ahead(trace)
+        if self._first_room is not None:
+            return self._first_room + self._waiting_bytes
+        baseline, use = self._baseline, max(0, len(trace.uses) - 1)
+        kind = (trace.signature, baseline.correction)
+        if baseline.per_event or kind != self._ahead_of:
+            self._most_ahead.clear()
+            self._ahead_of = None if baseline.per_event else kind
+        most = self._most_ahead.get(use)
+        if most is None:
+            most = self._most_ahead[use] = self._baseline_ahead(trace, use)
         return max(least_room(self.usable_bytes), self.usable_bytes - most)
 
-    def _make_plan(self, kind: PassKind, trace: Trace) -> None:
-        self.profile = self._profiler.profile(trace, trace.uses[-1][1] + kind.seconds_after)
-        self.plan = plan_lifetimes(self.profile, self.usable_bytes)
-        kind.planned_for = kind.baseline.correction
-        if not kind.leaves and not kind.baseline.meter.counts_freed:
+    def _baseline_ahead(self, trace: Trace, use: int) -> int:
+        """Return the largest baseline memory after a use and some following ones."""
+        most = ahead = 0
+        # Their sizes are those of the usual order of use: the reverse of saving.
+        for one in range(use, min(len(trace.sizes), use + _MOST_AHEAD)):
+            if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
+                break
+            most = max(most, self._baseline.after(use_event(trace, one)))
+            ahead += trace.sizes[-1 - one]
+        return most
+
+    def _make_plan(self, trace: Trace, ended_at: float) -> None:
+        profile = self._profiler.profile(trace, ended_at)
+        self.profile, self._planned_for = profile, self._baseline.correction
+        first, self.plan = self.plan is None, plan_lifetimes(profile, self.usable_bytes)
+        if first and not self._baseline.meter.counts_freed:
             # With a plan there are fewer buffers in flight, so more may stay. Where freed memory is
             # returned for that, the pass takes longer, and the next ones need more than it did.
-            kind.baseline.measure_next_pass()
+            self._baseline.measure_next_pass()
         leave = {move.tensor for move in self.plan.moves}
-        if len(kind.leaves) > _MOST_ITEMS:
-            kind.leaves.clear()
+        if len(self._leaves) > _MOST_ITEMS:
+            self._leaves.clear()
             self._profiler.held_until.clear()
         for number, prefix in enumerate(trace.prefixes):
-            kind.leaves[prefix] = number in leave
+            self._leaves[prefix] = number in leave
         saved, left = trace.saved_bytes, self.plan.moved_bytes
-        which = "a forward pass"
-        if len(self._kinds) > 1:
-            which = f"{'the first' if trace.comes_first else 'a later'} forward pass of a step"
         logger.info(
-            f"{self._memory.name} {format_size(self.limit_bytes)}: of {format_size(saved)} that "
-            f"{which} saves {format_size(left)} leave, {format_size(saved - left)} stay"
+            f"{self._memory.name} {format_size(self.limit_bytes)}: of {format_size(saved)} that a "
+            f"forward pass saves {format_size(left)} leave, {format_size(saved - left)} stay"
             f"{'' if self.plan.hidden else _WAITS}"
         )

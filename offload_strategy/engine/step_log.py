@@ -57,20 +57,18 @@ class StepLog:
         self._hooks = ExitStack()  # by which they are removed
         #: How often optimizers have stepped, and the number of forward passes.
         self.steps = self.passes = 0
-        self._follows = self._was_last = False
+        self._was_last = False
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Let steps end with those of an optimizer, if its states are offloaded."""
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of frameworks have none
             assert optimizer is not None
-            self._follows = True
             # The hook lies on the user's own optimizer, which may live longer.
             self._hooks.callback(optimizer.register_step_post_hook(WeakHook(self._stepped)).remove)
 
     def pass_begins(self, *, last: bool) -> None:
         """Note a forward pass, which is hinted to be the last of its step or not."""
         if self._was_last and not self._optimizers:
-            self.steps += not self._follows
             self._step_over()
         self._was_last = last
         self.passes += 1

@@ -33,12 +33,11 @@ class Training:
     def __init__(self, limit=1000 * MiB, others=500 * MiB, *, speed=400.0 * MiB, passes=0, file=()):
         self.others, self.speed = others, speed
         self.items = self.peak = self.writing = self.waits = self.freed = self.waiting_bytes = 0
-        self.idle, self.idle_buffers, self.process_limit, self.steps = 0, 0, (0, False), 0
+        self.idle, self.idle_buffers, self.process_limit = 0, 0, (0, False)
         # Bytes that may wait, and do from each use of an item until the next pass begins.
         self.waits_from_use = 0
         self.store = self.registry = self.pool = self
         self.limit = MemoryLimit(limit, 2, self, plans.GivenPlan(tuple(file)) if file else None)
-        self.limit.steps = lambda: self.steps
         self.budget = PlannedBudget(self.limit, PassProfiler(self))
         for _ in range(passes):
             self.step()
@@ -134,7 +133,6 @@ class Training:
         self.budget.observe(trace)
         self.budget.learn(trace)
         self.waiting_bytes = 0
-        self.steps += 1
 
 
 # ---------------------------------------------------------------- what stays
@@ -174,23 +172,6 @@ def test_a_step_that_needs_more_for_a_moment_leaves_its_items_less(passes):
         training.backward(trace, storages)
         assert training.budget.over_limit_passes == (passes > 0 and times > 0)
     assert [sum(training.step()) for _ in range(2)] == [3, 3 if passes else 4]
-
-
-def test_a_first_pass_of_a_step_keeps_what_has_room_before_there_are_gradients(caplog):
-    training, gradients = Training(), 200 * MiB
-    stayed = []
-    with caplog.at_level(logging.INFO, logger="offload_strategy"):
-        for _ in range(6):
-            first = sum(training.step())
-            training.steps -= 1
-            training.others += gradients
-            stayed.append((first, sum(training.step())))
-            training.others -= gradients
-    # Of 485 and of 285 MiB.
-    assert stayed[2:] == [(4, 2)] * 4
-    assert training.budget.deviations == training.budget.over_limit_passes == 0
-    assert "the first forward pass of a step saves 600 MiB leave, 400 MiB stay" in caplog.text
-    assert "a later forward pass of a step saves 800 MiB leave, 200 MiB stay" in caplog.text
 
 
 def test_there_is_no_plan_until_the_times_of_such_a_pass_are_known():
@@ -408,7 +389,7 @@ def test_a_step_that_was_seen_within_the_limit_is_not_measured(keeps_freed, seen
 @pytest.mark.parametrize(("nbytes", "most"), [(1, 512), (ITEM, 8)])
 def test_a_pass_looks_ahead_over_more_items_if_they_are_small(nbytes, most, monkeypatch):
     training, looked = Training(passes=3), []
-    monkeypatch.setattr(training.budget._now.baseline, "after", lambda e: looked.append(e) or 0)
+    monkeypatch.setattr(training.budget._baseline, "after", lambda e: looked.append(e) or 0)
     training.budget.must_leave(Trace(sizes=[nbytes] * 1000))
     assert len(looked) == most
 

@@ -122,24 +122,6 @@ def test_the_middle_step_is_told_with_updates_that_waited_and_no_weights_that_di
     assert "waiting for weights" not in step
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_steps_are_counted_by_hints_where_no_optimizer_is_attached(attached):
-    none = mock.MagicMock(stream=None)
-    none.__bool__.return_value = False
-    log = StepLog(Recorder(), none, lambda: None)
-    weight = nn.Parameter(torch.ones(1))
-    log.follow(optimizer := SGD([weight]) if attached else None)
-    steps = []
-    for _ in range(3):
-        log.pass_begins(last=False)
-        steps.append(log.steps)
-        log.pass_begins(last=True)
-        steps.append(log.steps)
-        if optimizer is not None:
-            optimizer.step()
-    assert steps == [0, 0, 1, 1, 2, 2]
-
-
 def test_all_that_moves_in_a_step_is_predicted(disk):
     with engine_on(disk, optimizer={"enabled": False}) as engine:
         net = layers()
